@@ -17,6 +17,7 @@ from megatron_kernels.ops.attention.flash import (
 )
 from megatron_kernels.ops.norm import apex
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BFLOAT16 = {"rtol": 2e-2, "atol": 2e-2}
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 6, [4] * 4 + [2] * 2 + [-1] * 3], dtype=torch.int32)
@@ -176,3 +177,13 @@ def test_flex_attention_on_a_cpu_has_no_backward_pass() -> None:
         sinks = Scores(sinks=torch.zeros(4))
         assert "sinks" in str(reason(call._replace(scores=sinks)))
     assert attention.explain(q.detach(), q.detach(), q.detach(), Mask()).backend == "torch"
+
+
+def test_flex_attention_needs_a_gpu_for_values_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        q = torch.empty(9, 2, 4, 16, device="cuda")
+        call = AttentionCall(q, q, q, Mask())
+        monkeypatch.setattr(flex_attention, "lacks_gpu", lambda: True)
+        assert flex_attention.flex_unsupported_reason(call) is None  # it has no values
+        monkeypatch.setattr(flex_attention, "is_fake", lambda _: False)
+        assert flex_attention.flex_unsupported_reason(call) == "the driver finds no GPU"

@@ -71,6 +71,11 @@ def test_the_vocabulary_may_be_that_of_a_tokenizer_without_a_corpus(capsys):
     assert planned(capsys, *words)["parts"]["embedding"] == 257 * 8
 
 
+@pytest.mark.parametrize("corpus", ["--data-path a", "--train-data-path a", "--mock-data"])
+def test_the_corpus_of_a_run_may_be_given_to_its_plan(capsys, corpus):
+    assert planned(capsys, *SMALL.split(), *corpus.split()) == planned(capsys, *SMALL.split())
+
+
 def test_memory_of_a_rank_is_that_of_its_shards(capsys):
     whole = planned(capsys, *SMALL.split())
     # Embedding, norms, and in each layer attention and feed-forward layer.

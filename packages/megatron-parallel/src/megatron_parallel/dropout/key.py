@@ -98,11 +98,11 @@ class DropoutKey:
             layer: Global index of the layer.
             site: As in `site_numbers`.
         """
-        found, key = DropoutSite.of(p, layer, site), self
+        numbers, key = DropoutSite.of(p, layer, site), self
         if isinstance(layer, Tensor):
-            key = DropoutKey(*found.applied_to(self.word0, self.word1))
-            found = found._replace(word0=0, word1=0)
-        return key, (found.word0, found.word1, found.least, found.scale)
+            key = DropoutKey(*numbers.applied_to(self.word0, self.word1))
+            numbers = numbers._replace(word0=0, word1=0)
+        return key, (numbers.word0, numbers.word1, numbers.least, numbers.scale)
 
     def shard(self, axis: Axis) -> "DropoutKey":
         """Returns the key of this rank's part of the sequence under sequence parallelism.
@@ -154,5 +154,5 @@ class DropoutSite(NamedTuple):
 
         If the layer is a tensor, so are the words, and compiled code is the same for all layers.
         """
-        own = [torch.as_tensor(word).to(torch.int32) for word in self[:2]]
-        return word0 + own[0], word1 ^ own[1]
+        first, second = (torch.as_tensor(word).to(torch.int32) for word in self[:2])
+        return word0 + first, word1 ^ second

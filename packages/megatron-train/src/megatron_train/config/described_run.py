@@ -6,15 +6,13 @@ Importing this module does not import torch.
 import argparse
 from typing import Final
 
-from megatron_train.config.data import DATA_PATHS
 from megatron_train.config.from_checkpoint import TOKENIZER_SETTINGS
-from megatron_train.config.plan import described_values, requested_ranks
+from megatron_train.config.plan import described_values, requested_ranks, with_corpus
 from megatron_train.config.resolve import derive
 from megatron_train.config.run import RunConfig, build_run
 from megatron_train.config.values import Values
 
 _ORIGIN: Final = "the command"
-_CORPUS: Final = ("synthetic",)
 _VOCABULARY: Final = 32000
 
 
@@ -33,10 +31,7 @@ def resolve_run(namespace: argparse.Namespace) -> RunConfig:
     if not any(values.get(f"data.{name}") is not None for name in TOKENIZER_SETTINGS):
         values = values.with_derived("data.tokenizer_type", "NullTokenizer", _ORIGIN)
         values = values.with_derived("model.vocab_size", _VOCABULARY, _ORIGIN)
-    values = derive(values, kind)
-    corpora = ("mock_data", *DATA_PATHS)
-    if not any(values.get(f"data.{name}") for name in corpora):
-        values = values.with_derived("data.data_path", _CORPUS, _ORIGIN)
+    values = derive(with_corpus(values, _ORIGIN), kind)
     return build_run(_with_lengths(values), requested_ranks(namespace), kind)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_models import ConfigError
 
+from megatron_train.config.data import DATA_PATHS
 from megatron_train.config.extensions import SelectedExtensions
 from megatron_train.config.files import read_file
 from megatron_train.config.model_checks import check_features, check_model_layout
@@ -18,10 +19,10 @@ from megatron_train.config.run_sections import RunSections, named_by_flags, run_
 from megatron_train.config.values import GivenValue, Values
 from megatron_train.errors import TrainError, UsageError
 
+_CORPUS = ("synthetic",)
 _ASSUMED = {
     "training.micro_batch_size": 1,
     "training.train_iters": 1,
-    "data.mock_data": True,
     "optimizer.lr": 1e-3,
 }
 """Settings that a plan does not depend on, or that are small if they are not given."""
@@ -38,9 +39,10 @@ def resolve_plan(namespace: argparse.Namespace) -> RunSections:
         UsageError: The model or the length of samples is missing.
     """
     kind: str = namespace.kind
-    values = derive(described_values(namespace), kind)
+    values = described_values(namespace)
     for key, value in _ASSUMED.items():
         values = values.with_derived(key, value, "the plan")
+    values = derive(with_corpus(values, "the plan"), kind)
     selected = SelectedExtensions.from_values(values, kind)
     missing = [
         option.flag
@@ -77,6 +79,18 @@ def described_values(namespace: argparse.Namespace) -> Values:
     if namespace.config is not None:
         values = values.updated(read_file(Path(namespace.config), options, kind))
     return with_flags(values, namespace, kind)
+
+
+def with_corpus(values: Values, origin: str) -> Values:
+    """Returns values that name a corpus, without which settings of the data are refused.
+
+    Args:
+        values: The given values.
+        origin: What adds the corpus if none is given.
+    """
+    if any(values.get(f"data.{name}") for name in ("mock_data", *DATA_PATHS)):
+        return values
+    return values.with_derived("data.data_path", _CORPUS, origin)
 
 
 def requested_ranks(namespace: argparse.Namespace) -> int | None:

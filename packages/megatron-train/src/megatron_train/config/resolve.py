@@ -192,10 +192,7 @@ def _with_vocabulary(values: Values, tokenizers: TokenizerCache) -> Values:
         return values.updated(Values({key: whole}))
     if given is not None or not any(f"data.{name}" in values.given for name in TOKENIZER_SETTINGS):
         return values
-    data = values.section("data")
-    if not any(data.get(name) for name in ("mock_data", *DATA_PATHS)):
-        data["data_path"] = ("",)  # only a run needs a corpus, not a plan; its checks refuse it
-    tokenizer = tokenizers.open(DataConfig(**data))
+    tokenizer = tokenizers.open(DataConfig(**values.section("data")))
     if tokenizer is None:
         return values
     return values.with_derived(key, tokenizer.vocab_size, "the tokenizer")
