@@ -6,7 +6,7 @@ from typing import Any
 import fake_libraries
 import pytest
 import torch
-from megatron_kernels import Mask, Scores, attention, layer_norm, rms_norm, takes_lengths
+from megatron_kernels import Mask, Scores, _compat, attention, layer_norm, rms_norm, takes_lengths
 from megatron_kernels.ops.attention import flex as flex_attention
 from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.flash import (
@@ -15,6 +15,7 @@ from megatron_kernels.ops.attention.flash import (
     flash_3_unsupported_reason,
     flash_unsupported_reason,
 )
+from megatron_kernels.ops.attention.fused_blocks import fused_unsupported_reason
 from megatron_kernels.ops.norm import apex
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -179,11 +180,20 @@ def test_flex_attention_on_a_cpu_has_no_backward_pass() -> None:
     assert attention.explain(q.detach(), q.detach(), q.detach(), Mask()).backend == "torch"
 
 
-def test_flex_attention_needs_a_gpu_for_values_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "reason",
+    [flex_attention.flex_unsupported_reason, fused_unsupported_reason],
+    ids=["flex", "torch"],
+)
+def test_kernels_of_cuda_need_a_gpu_for_tensors_with_values(
+    reason: Callable[[AttentionCall], str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_compat, "has_gpu", lambda: False)
     with FakeTensorMode():
         q = torch.empty(9, 2, 4, 16, device="cuda")
         call = AttentionCall(q, q, q, Mask())
-        monkeypatch.setattr(flex_attention, "lacks_gpu", lambda: True)
-        assert flex_attention.flex_unsupported_reason(call) is None  # it has no values
-        monkeypatch.setattr(flex_attention, "is_fake", lambda _: False)
-        assert flex_attention.flex_unsupported_reason(call) == "the driver finds no GPU"
+        assert reason(call) is None  # it has no values
+        monkeypatch.setattr(_compat, "is_fake", lambda _: False)
+        assert reason(call) == "the driver finds no GPU"
+        monkeypatch.setattr(_compat, "has_gpu", lambda: True)
+        assert reason(call) is None

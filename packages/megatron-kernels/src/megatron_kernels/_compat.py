@@ -53,6 +53,11 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def missing_gpu_reason(tensor: Tensor) -> str | None:
+    """Returns that no kernel of CUDA can run on a tensor with values, if the driver has no GPU."""
+    return "the driver finds no GPU" if not is_fake(tensor) and lacks_gpu() else None
+
+
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Marks a function that compiled code calls as it is, between two graphs.
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from megatron_kernels._compat import is_fake, lacks_gpu
+from megatron_kernels._compat import missing_gpu_reason
 from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.scores import Scores
 from megatron_kernels.ops.attention.short_halves import adjacent
@@ -131,7 +131,7 @@ def flex_unsupported_reason(call: AttentionCall) -> str | None:
     if 0 in (*q.shape, *k.shape):
         return "it does not support empty tensors"
     if q.is_cuda:
-        return "the driver finds no GPU" if lacks_gpu() and not is_fake(q) else None
+        return missing_gpu_reason(q)
     if q.device.type != "cpu":
         return f"needs a CPU or CUDA tensor, q is on {q.device.type}"
     if scores.sinks is not None:

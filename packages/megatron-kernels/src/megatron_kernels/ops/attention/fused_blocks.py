@@ -19,6 +19,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from torch.nn import functional
 
+from megatron_kernels._compat import missing_gpu_reason
 from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.short_halves import adjacent, gradients
 
@@ -95,6 +96,8 @@ def fused_unsupported_reason(call: AttentionCall, *_: Tensor) -> str | None:
         return f"needs a CPU or CUDA tensor, q is on {q.device.type}"
     if q.device.type == "cuda" and q.dtype == torch.float64:
         return "CUDA kernels do not support float64"
+    if q.device.type == "cuda" and (reason := missing_gpu_reason(q)) is not None:
+        return reason
     if 0 in (*q.shape, *k.shape):
         return "it does not support empty tensors"
     if v.shape[-1] > q.shape[-1]:

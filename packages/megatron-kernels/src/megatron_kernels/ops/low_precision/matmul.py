@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_kernels._compat import is_fake, lacks_gpu
+from megatron_kernels._compat import is_fake, missing_gpu_reason
 from megatron_kernels.ops.low_precision.quantize import Quantized, dequantize
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
@@ -84,8 +84,8 @@ def scaled_unsupported_reason(
         return f"its sums are exact enough for bfloat16 or float16, not for {dtype}"
     if a.format.is_per_row and dtype != torch.bfloat16:
         return f"with a scale for each row it returns bfloat16, not {dtype}"
-    if not is_fake(a.elements) and lacks_gpu():
-        return "the driver finds no GPU"
+    if (reason := missing_gpu_reason(a.elements)) is not None:
+        return reason
     if not is_fake(a.elements) and torch.cuda.get_device_capability(a.device) < _ADA:
         return "the GPU has no products in FP8 (compute capability 8.9)"
     if a.format.elements == b.format.elements == "e5m2":

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_kernels._compat import is_fake, lacks_gpu, outside_graphs
+from megatron_kernels._compat import is_fake, missing_gpu_reason, outside_graphs
 from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.moe.grouped_matmul import aligned, ends_of_groups, groups_of_rows
 from megatron_kernels.registry import AUTO, NEVER_RUN, Backend, accept_all, op
@@ -276,11 +276,10 @@ def fused_unsupported_reason(
     for each in (x, other):
         if each.dtype != torch.float8_e4m3fn:
             return f"it multiplies e4m3 alone, not {each.dtype}"
-    if not is_fake(x):
-        if lacks_gpu():
-            return "the driver finds no GPU"
-        if torch.cuda.get_device_capability(device) != _HOPPER:
-            return "it runs on compute capability 9.0 alone"
+    if (reason := missing_gpu_reason(x)) is not None:
+        return reason
+    if not is_fake(x) and torch.cuda.get_device_capability(device) != _HOPPER:
+        return "it runs on compute capability 9.0 alone"
     return _unsupported_reason(x, other, counts, dtype)
 
 
