@@ -60,6 +60,9 @@ def test_a_state_cannot_be_cut_back(cache):
     cache.write_state(0, state(1.0), 5)
     with pytest.raises(ConfigError, match="stands for 5 tokens and cannot be cut back to 4"):
         cache.truncate(4)
+    for enough in (5, 6):
+        cache.truncate(enough)
+        assert torch.equal(cache.read_state(0)["sum"], torch.ones(2, 2))
     cache.truncate(0)
     assert cache.read_state(0) is None
 
