@@ -3,6 +3,12 @@
 `nox -s layouts` generates the tables of the documentation from the same cases.
 """
 
+import ast
+import importlib
+import inspect
+import pkgutil
+
+import layouts.defects
 import pytest
 import torch
 from layouts.case import Case
@@ -99,6 +105,23 @@ def test_the_cases_cover_every_feature():
     assert len(DEFECTS) >= 60
     assert set(BY_TITLE) >= SAMPLE | IN_FLOAT32 and set(DEFECTS) >= DEFECT_SAMPLE
     assert IN_FLOAT32 > FLOAT32_SAMPLE
+
+
+@pytest.mark.parametrize(
+    "name", [found.name for found in pkgutil.iter_modules(layouts.defects.__path__)]
+)
+def test_every_name_of_a_module_that_a_defect_uses_exists(name):
+    """A defect runs on ranks of one layout, where `nox -s tests` runs few of them."""
+    module = importlib.import_module(f"layouts.defects.{name}")
+    nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
+    local = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    local |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    modules = {key: value for key, value in vars(module).items() if inspect.ismodule(value)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            used = node.value.id
+            if used in modules and used not in local:
+                assert hasattr(modules[used], node.attr), f"{used}.{node.attr}"
 
 
 def test_the_training_that_is_compared_learns_and_clips():

@@ -130,6 +130,27 @@ def test_a_rank_that_hangs_is_shown_where_it_was(worker_pool: WorkerPool) -> Non
     assert "in hang_on" in hung[1].traceback and "in barrier" in hung[0].traceback
 
 
+def test_the_workers_of_the_last_two_numbers_of_ranks_wait_for_calls() -> None:
+    def pid(rank: Rank) -> int:
+        return os.getpid()
+
+    with WorkerPool(3) as pool:
+        one, two = pool.run(pid, ranks=1), pool.run(pid, ranks=2)
+        assert pool.run(pid, ranks=1) == one
+        pool.run(pid, ranks=3)
+        assert pool.run(pid, ranks=1) == one
+        assert not set(pool.run(pid, ranks=2)) & set(two)
+
+
+def test_collectives_have_more_time_in_calls_with_more_time(worker_pool: WorkerPool) -> None:
+    def seconds(rank: Rank) -> float:
+        return rank.collective_timeout.total_seconds()
+
+    usual = worker_pool.run(seconds, ranks=1)[0]
+    assert worker_pool.run(seconds, ranks=1, timeout=4 * worker_pool.timeout) == [4 * usual]
+    assert worker_pool.run(seconds, ranks=1, timeout=worker_pool.timeout / 4) == [usual]
+
+
 def test_unfinished_collectives_fail_the_call_that_started_them(worker_pool: WorkerPool) -> None:
     def unmatched(rank: Rank) -> None:
         if rank.rank == 0:

@@ -58,11 +58,12 @@ def _mask_of_local_layer(mesh: Mesh, replace: Replace) -> None:
     true = Attention.forward
 
     def wrong(self: Attention, *arguments: Any) -> Tensor:
-        own, self.layer = self.layer, self.layer - 2 * mesh.axis("pp").index
+        own = self.dropout_layer
+        self.dropout_layer = own - 2 * mesh.axis("pp").index
         try:
             return true(self, *arguments)
         finally:
-            self.layer = own
+            self.dropout_layer = own
 
     replace(Attention, "forward", wrong)
 

@@ -10,6 +10,7 @@ import megatron_parallel.tensor_parallel.sliced_linear as sliced_linear
 from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import RowParallelLinear
 from torch import Tensor
+from torch.nn import functional
 
 from layouts.defects.catalogue import Replace, defect
 
@@ -56,7 +57,7 @@ def _slices_in_another_order(mesh: Mesh, replace: Replace) -> None:
 @defect("a row-parallel bias is added by every rank", "tp2-tied")
 def _bias_on_every_rank(mesh: Mesh, replace: Replace) -> None:
     def wrong(self: RowParallelLinear, x: Tensor, **options: bool | None) -> Tensor:
-        partial = layers.functional.linear(x, self.weight, self.bias)
+        partial = functional.linear(x, self.weight, self.bias)
         return layers.reduce_from_axis(partial, self.axis)
 
     replace(RowParallelLinear, "forward", wrong)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_parallel.mesh.layout import ParallelLayout
 
 _START_TIMEOUT = 120.0  # seconds to import torch and join a group on a busy machine
+_MAX_SETS = 2  # of workers; the groups of idle ones cost time (`worker.MAX_MESHES`)
 _GRACE = 1.0  # seconds for the other ranks to report after one has failed
 _BOOT = (
     "import json, sys; *settings, path = json.loads(sys.argv[1]); sys.path[:] = path; "
@@ -59,16 +60,17 @@ class WorkerPool:
     """Processes that run functions on several ranks.
 
     Workers are forked from one process that has imported torch, and joined by a process group
-    through a file, without ports. The pool keeps a set of workers for each number of ranks. A
-    failing call ends its set, and the next call starts a new one. Each worker computes with one
-    thread. Workers end with the process that owns the pool, even if it is killed.
+    through a file, without ports. The pool keeps a set of workers for each of the last two numbers
+    of ranks. A failing call ends its set, and the next call starts a new one. Each worker computes
+    with one thread. Workers end with the process that owns the pool, even if it is killed.
 
     Not thread-safe.
 
     Args:
         max_ranks: Maximum number of ranks of a call.
         timeout: Default time-out of a call in seconds.
-        collective_timeout: Time-out of collectives in seconds.
+        collective_timeout: Time-out of collectives in seconds. Those of meshes have more in calls
+            with more time: the same part of the call's.
         backend: Backend of the process group. Defaults to that of `Mesh.bind`: NCCL on CUDA
             devices, which does not accept CPU tensors, and Gloo elsewhere.
         device: Device type of the ranks. Rank ``i`` gets device ``i``; ``cpu`` is shared.
@@ -157,8 +159,10 @@ class WorkerPool:
             raise ValueError(f"ranks is {ranks}; this pool has 1 to {self.max_ranks}")
         timeout = self.timeout if timeout is None else timeout
         payload = wire.dumps((function, arguments), function, *filter(callable, arguments))
-        call = wire.dumps(Call(list(sys.path), str(Path.cwd()), payload))
+        collective_timeout = self._collective_timeout * max(timeout / self.timeout, 1.0)
+        call = wire.dumps(Call(list(sys.path), str(Path.cwd()), collective_timeout, payload))
         workers = self._workers(ranks)
+        self._end_unused(ranks)
         try:
             outcomes = self._exchange(workers, [call] * ranks, timeout)
         except BaseException:
@@ -195,6 +199,12 @@ class WorkerPool:
             warnings.warn(f"after its last call {names}; starting new workers", stacklevel=3)
             self._end_workers(ranks)
         return self._start_workers(ranks)
+
+    def _end_unused(self, ranks: int) -> None:
+        """Ends the sets that were used before the last few; ``ranks`` is used now."""
+        self._worker_sets[ranks] = self._worker_sets.pop(ranks)  # the newest is last
+        for other in list(self._worker_sets)[:-_MAX_SETS]:
+            self._end_workers(other)
 
     def _start_workers(self, ranks: int) -> list[_Worker]:
         if not self._close.alive:

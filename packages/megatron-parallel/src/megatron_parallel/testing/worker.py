@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from megatron_parallel.mesh.mesh import Mesh
 
 
-MAX_MESHES: Final = 4
-"""Maximum number of meshes of a worker: each Gloo group has a thread that often wakes up."""
+MAX_MESHES: Final = 2
+"""Maximum number of meshes of a worker.
+
+Each idle Gloo group wakes a thread 100 times a second (torch 2.13): 1,000 groups take most of a
+core.
+"""
 
 
 @dataclass
@@ -37,14 +41,16 @@ class Rank:
         rank: Index of the rank.
         size: Number of ranks.
         device: Device of the rank.
-        collective_timeout: Time-out of collectives, of the default group and of meshes.
+        collective_timeout: Time-out of collectives of meshes in this call.
     """
 
     rank: int
     size: int
     device: torch.device
     collective_timeout: timedelta
-    _meshes: "dict[ParallelLayout, Mesh]" = field(default_factory=dict, repr=False)
+    _meshes: "dict[tuple[ParallelLayout, timedelta], Mesh]" = field(
+        default_factory=dict, repr=False
+    )
 
     def mesh(self, layout: "ParallelLayout") -> "Mesh":
         """Returns the mesh of ``layout`` over all ranks of this call.
@@ -55,12 +61,13 @@ class Rank:
         from megatron_parallel.mesh.mesh import Mesh
 
         layout = layout.resolve(self.size)
-        mesh = self._meshes.pop(layout, None)
+        key = layout, self.collective_timeout
+        mesh = self._meshes.pop(key, None)
         if mesh is None:
             while len(self._meshes) >= MAX_MESHES:
                 self._meshes.pop(next(iter(self._meshes))).close()
             mesh = Mesh.bind(layout, device=self.device, timeout=self.collective_timeout)
-        self._meshes[layout] = mesh  # the newest is last
+        self._meshes[key] = mesh  # the newest is last
         return mesh
 
 
@@ -83,6 +90,7 @@ class Call:
 
     path: list[str]
     folder: str
+    collective_timeout: float
     payload: bytes
 
 
@@ -136,6 +144,7 @@ def _join(setup: Setup) -> Rank:
 def _answer(call: Call, rank: Rank) -> Outcome:
     sys.path[:] = call.path
     os.chdir(call.folder)
+    rank.collective_timeout = timedelta(seconds=call.collective_timeout)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
