@@ -140,12 +140,27 @@ def test_flash_attention_refuses_what_it_does_not_compute(
         ((q, q, q[..., :4], Mask()), "value heads of 4 channels"),
         ((q, q, q, documents), "documents of unknown lengths"),
         ((q, q[:5], q[:5], Mask()), "5 keys do not end with query 9"),
-        ((q, q, q, Mask()), "flash-attn is not"),
-        ((q, q, q, packed), "flash-attn is not"),
+        ((q, q[:5], q[:5], Mask(causal=False, window=3)), "5 keys do not end with query 9"),
+        ((q[:5], q, q, Mask(causal=False, window=3)), "9 keys do not end with query 5"),
+        ((q, q, q, Mask(), Scores(), 1), "9 keys do not end with query 10"),
+        *(
+            (given, "flash-attn is not")
+            for given in (
+                (q, q, q, Mask()),
+                (q, q, q, packed),
+                (q.half(), q.half(), q.half(), Mask(causal=False, window=3)),
+                (q[:5], q, q, Mask()),  # keys after the last query are cut off
+                (q[:5], q, q, Mask(causal=False)),
+                (q, q[:5], q[:5], Mask(causal=False)),
+                (*(wide[..., :256],) * 3, Mask()),
+            )
+        ),
     ):
         assert reason in str(flash_unsupported_reason(AttentionCall(*arguments))), reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert "Hopper" in str(flash_3_unsupported_reason(AttentionCall(q, q, q, Mask())))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert "flash-attn-3 is not" in str(flash_3_unsupported_reason(AttentionCall(q, q, q, Mask())))
 
 
 def test_only_flash_backends_take_the_lengths_of_documents() -> None:

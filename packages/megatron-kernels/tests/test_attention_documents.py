@@ -45,6 +45,18 @@ def test_packed_documents_are_computed_one_by_one(rules: dict[str, Any], scores:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+def test_dropout_and_biases_of_packed_documents_are_those_of_all_pairs() -> None:
+    q, k, v = inputs(s=64, t=64, g=2)
+    mask = Mask(PACKED).prepare(64, 64)
+    assert mask.runs is not None
+    kept = (torch.rand(2, 4, 64, 64, dtype=F64) > 0.25) / 0.75
+    bias = torch.randn(1, 4, 64, 64, dtype=F64)
+    for scores, dropout in ((Scores(bias=bias), None), (Scores(), kept.mul)):
+        found = attention(q, k, v, mask, scores, dropout=dropout)
+        expected = attention(q, k, v, Mask(PACKED), scores, dropout=dropout, backend="reference")
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("dtype", "groups"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_kernels_of_cuda_without_groups_get_keys_of_all_heads(
     dtype: torch.dtype, groups: int, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_kernels import KernelError, availability, library_availability
+from megatron_kernels._compat import has_gpu, lacks_gpu
 from megatron_kernels.availability import LIBRARIES, Library, library, probe, unavailable_reason
 from packaging.requirements import Requirement
 
@@ -88,6 +89,7 @@ def test_another_project_of_the_same_name_is_recognized(
         ("2.7", None),
         ("2.7.0+cu12", None),
         ("2", "too old, 2.7 or newer is needed"),
+        ("2.x.9", "too old, 2.7 or newer is needed"),  # numbers end at the first other part
         ("2.20.9.dev1", None),
         ("2.21", "of an unknown interface, a version below 2.21 is needed"),
         ("3.0.0rc1", "of an unknown interface, a version below 2.21 is needed"),
@@ -113,6 +115,14 @@ def test_a_library_is_found_by_the_name_of_its_distribution_or_its_module(fake: 
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
         importlib.machinery.PathFinder.invalidate_caches()
         assert probe(Library("some-kernels", module, (), "", cuda=False)).version == "1.5"
+
+
+def test_a_gpu_is_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, found in ((lambda: 2, True), (lambda: 1, True), (lambda: 0, False)):
+        monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", count, raising=False)
+        assert has_gpu() is found and lacks_gpu() is not found
+    monkeypatch.delattr(torch._C, "_cuda_getDeviceCount")  # as in builds without CUDA
+    assert not has_gpu() and lacks_gpu()
 
 
 def test_versions_and_hints_of_libraries_are_those_of_the_extras_of_the_package() -> None:

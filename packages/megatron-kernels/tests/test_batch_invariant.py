@@ -207,6 +207,30 @@ def test_keys_in_another_order_than_their_positions_are_attended_to() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("mask", "queries", "offset"),
+    [
+        (Mask(), 200, 0),
+        (Mask(), 3, 150),
+        (Mask(window=90), 200, 0),
+        (Mask(prefix=150), 3, 0),
+        (Mask(causal=False), 3, 0),
+    ],
+    ids=["causal", "cache", "window", "prefix", "full"],
+)
+def test_attention_in_several_tiles_equals_the_reference(
+    mask: Mask, queries: int, offset: int
+) -> None:
+    q, k = drawn(1, queries, 2, 4, 8).double(), drawn(2, 200, 2, 2, 8).double()
+    v = drawn(3, 200, 2, 2, 6).double()
+    for scores in (Scores(), Scores(0.3, softcap=2.0)):
+        found, expected = (
+            attention(q, k, v, mask, scores, offset, backend=name)
+            for name in (BACKEND, "reference")
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_sums_of_rows_are_exact_in_float64() -> None:
     for width in (1, 2, 3, 7, 64, 129):
         x = drawn(width, 5, width, dtype=torch.float64)

@@ -65,3 +65,19 @@ def test_documents_are_counted_without_padding() -> None:
     numbers, real = number_documents(ids)
     assert numbers.tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 2]]
     assert torch.equal(real, ids >= 0)
+
+
+def test_what_torchs_convolution_does_not_compute_has_a_reason() -> None:
+    x, weight, bias = (draw(*shape).bfloat16() for shape in ((5, 1, 3), (3, 4), (3,)))
+    assert causal_conv.explain(x, weight, bias).backend == "conv1d"
+    assert causal_conv.explain(x, weight).backend == "conv1d"
+    for given, reason in (
+        ((x, weight.float()), "weight torch.float32; they must agree"),
+        ((x, weight, bias.float()), "they must agree"),
+        ((x[:0], weight), "there are no tokens"),
+        ((x, weight, bias, torch.zeros(1, 5, dtype=torch.int64)), "across document ends"),
+    ):
+        choice = causal_conv.explain(*given)
+        assert choice.backend == "reference" and reason in choice.reason
+        found = causal_conv(*given)
+        assert found.output.dtype == torch.bfloat16 and found.output.shape == given[0].shape

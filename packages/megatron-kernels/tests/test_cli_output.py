@@ -12,6 +12,8 @@ from megatron_kernels._progress import progress
 from megatron_kernels.check import Result
 from megatron_kernels.cli import build_parser, main
 from megatron_kernels.registry import NEVER_RUN
+from megatron_kernels.transformer_engine import check as recipes
+from megatron_kernels.transformer_engine.check import RecipeResult
 
 
 def result(backend: str, error: float, gradient: float, **options: Any) -> Result:
@@ -73,6 +75,34 @@ def test_failures_are_named_with_their_inputs_and_errors(
     assert rows[2:] == ["1 of 4 checks passed"]
 
 
+def test_recipes_have_a_row_with_their_largest_error_of_a_gradient(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [
+        RecipeResult("few", None, (1e-3, 2e-3, 5e-3, 4e-4)),
+        RecipeResult("fewer", None, (0.5, 0.25, 0.125, 0.0), passed=False),
+        RecipeResult("none", "needs a moon"),
+    ]
+    monkeypatch.setattr(recipes, "check_recipes", lambda _: iter(found))
+    monkeypatch.setattr(check_module, "check", lambda *_: iter(()))
+    for ops in ([], ["linear"], ["gelu"]):
+        status = main(["check", *ops, "--dtype", "float32", "--inputs", "small"])
+        _, columns, *rows = capsys.readouterr().out.splitlines()
+        if ops == ["gelu"]:  # another operation has no recipes
+            assert status == 0 and rows == ["0 of 0 checks passed"]
+            continue
+        assert status == 1
+        right = ["products", "in", "few", "bits", "(few)", "transformer_engine"]
+        assert rows[0].split() == [*right, "1.0e-03", "5.0e-03"]
+        assert rows[1].endswith("5.0e-01   2.5e-01  FAILED")
+        assert len(rows[0]) == len(columns) and rows[0].index("transf") == columns.index("backend")
+        assert rows[2:] == [
+            "not checked",
+            "  products in few bits (none), transformer_engine: needs a moon",
+            "1 of 2 checks passed",
+        ]
+
+
 def test_known_deviations_pass_and_are_listed_if_they_exist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +160,13 @@ def test_a_single_round_can_be_measured_and_no_fewer(capsys: pytest.CaptureFixtu
 
 
 class Terminal(io.StringIO):
+    """A terminal that shows what is written when it is flushed."""
+
+    shown = ""
+
+    def flush(self) -> None:
+        self.shown = self.getvalue()
+
     def isatty(self) -> bool:
         return True
 
@@ -142,7 +179,9 @@ def shown(seconds: list[float], total: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     monkeypatch.setenv("COLUMNS", "40")
     items = list(range(len(seconds)))
-    assert list(progress(items, total, "checks")) == items
+    for number, item in enumerate(progress(items, total, "checks")):
+        assert item == number and terminal.shown == terminal.getvalue()
+    assert number == len(items) - 1 and terminal.shown == terminal.getvalue()
     assert terminal.getvalue().endswith("\r\x1b[K")  # the line is gone at the end
     return terminal.getvalue().removesuffix("\r\x1b[K").split("\r")[1:]
 
@@ -164,6 +203,7 @@ def test_a_line_is_shown_at_most_ten_times_a_second_and_at_the_end(
 ) -> None:
     lines = shown([0.05, 0.125, 0.1875, 0.25, 0.3125], 5, monkeypatch)
     assert [line.split()[0] for line in lines] == ["2/5", "4/5", "5/5"]
+    assert [line.split()[2] for line in lines] == ["16.0/s,", "16.0/s,", "16.0/s,"]
     assert shown([0.0], 1, monkeypatch)[0].startswith("1/1 checks, ")  # a clock that stands still
 
 

@@ -118,7 +118,22 @@ def test_lengths_are_read_where_they_save_more_than_their_calls_cost() -> None:
     padded[:, 10:] += padded[:, 10:] >= 0  # one more document, so one more call
     assert Mask(document_ids=padded).prepare(64, 64).runs is None
     assert Mask(document_ids=IDS, prefix=2).prepare(4, 4, read_lengths=True).runs is None
+    both_ways = Mask(document_ids=few, prefix=2, causal=False)  # the prefix has no effect
+    assert both_ways.prepare(64, 64).runs == ((60, -4),)
+    first = Mask(document_ids=few).prepare(32, 32)  # of more tokens than these
+    assert first.runs is None and first.dense is not None
     assert Mask(document_ids=IDS, chunk=2).prepare(4, 4, read_lengths=True).runs is None
+
+
+def test_lengths_are_not_read_where_that_waits_or_breaks_a_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = torch.zeros(1, 64, dtype=torch.int32)
+    far = Mask(document_ids=ids.to("meta")).prepare(64, 64, device="meta")
+    assert far.runs is None and far.dense is not None and far.dense.is_meta
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    compiled = Mask(document_ids=ids).prepare(64, 64)
+    assert compiled.runs is None and compiled.dense is not None
 
 
 def test_distances_are_those_of_positions() -> None:

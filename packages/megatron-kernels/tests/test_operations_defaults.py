@@ -14,6 +14,7 @@ from megatron_kernels import (
     gelu,
     glu,
     layer_norm,
+    linear,
     pointwise,
     rms_norm,
     rope,
@@ -56,6 +57,29 @@ def test_norms_add_what_torchs_add_by_default(backend: str) -> None:
     ):
         close(found[0], x)
         close(found[1], expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "batch-invariant", "reference"])
+def test_a_norm_without_a_gain_has_a_mean_square_of_one(backend: str) -> None:
+    x = drawn(5, 8)
+    expected = functional.rms_norm(x, (8,), None, 1e-5)
+    for zero_centered in (False, True):
+        found = rms_norm(x, None, 1e-5, zero_centered, backend=backend)
+        torch.testing.assert_close(found, expected)
+        summed = add_rms_norm(x, None, None, 1e-5, zero_centered, backend=backend)
+        torch.testing.assert_close(summed[1], expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "batch-invariant"])
+def test_products_of_two_dtypes_are_computed_by_their_definition_only(backend: str) -> None:
+    x, weight, bias = drawn(3, 8), drawn(5, 8), drawn(5)
+    for given in ((x, weight.float(), bias), (x, weight, bias.float()), (x, weight.float(), None)):
+        with pytest.raises(KernelError, match=r"x is torch\.float64, weight .*; they must agree"):
+            linear(*given, backend=backend)
+        expected = x @ weight.t() + (0 if given[2] is None else bias)
+        torch.testing.assert_close(linear(*given), expected, rtol=1e-5, atol=1e-5)
+    for whole in ((x, weight, bias), (x, weight, None)):
+        assert linear.explain(*whole, backend=backend).backend == backend
 
 
 @both

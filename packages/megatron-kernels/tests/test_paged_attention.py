@@ -145,6 +145,14 @@ def test_batch_invariant_rows_have_the_bits_of_one_sequence_alone(dtype: torch.d
         assert torch.equal(one, whole[1:2, row : row + 1])
 
 
+def test_blocks_in_a_row_are_those_of_their_own_sequence() -> None:
+    pages = Pages.consecutive((1, 0, 7), (5, 0, 12), BLOCK)
+    assert pages.tables.tolist() == [[1, 2, 2], [0, 0, 0], [7, 8, 9]]
+    assert pages.lengths.tolist() == [5, 0, 12] and pages.runs == ((1, 5), (0, 0), (7, 12))
+    none = Pages.consecutive((), (), BLOCK)
+    assert none.tables.shape == (0, 0) and none.lengths.shape == (0,)
+
+
 def test_pages_that_do_not_fit_are_refused() -> None:
     q, pool = drawn(1, 1, 2, 4, 8), drawn(2, 3, BLOCK, 2, 8)
     tables, lengths = torch.tensor([[0, 1], [2, 0]]).int(), torch.tensor([6, 3]).int()
@@ -154,7 +162,10 @@ def test_pages_that_do_not_fit_are_refused() -> None:
             paged_attention(*changed, **others)
 
     pages = Pages(tables, lengths)
-    paged_attention(q, pool, pool, pages)
+    narrow = pool[..., :6]  # values may have fewer channels than keys
+    assert paged_attention(q, pool, narrow, pages).shape == (1, 2, 4, 6)
+    paged_attention(q, pool, pool, Pages(tables, torch.tensor([8, 8]).int()))  # full blocks
+    refused("blocks -1 to 1, but the pool has", q, pool, pool, Pages(tables - 1, lengths))
     refused(r"are not of 2 sequences", q, pool, pool, Pages(tables[:1], lengths[:1]))
     refused(r"9 keys do not fit into 2 blocks", q, pool, pool, Pages(tables, lengths + 3))
     refused(r"blocks 0 to 3, but the pool has", q, pool, pool, Pages(tables + tables // 2, lengths))

@@ -119,8 +119,25 @@ def test_a_backend_on_request_runs_only_if_a_call_names_it() -> None:
     assert choice.reason == f"untried: on request only, {NEVER_RUN}"
     assert "untried         can run  [a kernel; on request only, never run on a GPU" in str(choice)
     assert carefully.explain(6, backend="untried").reason == "requested"
+    assert carefully.explain(7).reason == "untried: 7 is odd"  # the reason that no request removes
     with pytest.raises(KernelError, match="untried: on request only, never run on a GPU"):
         carefully(-4)
+
+
+def test_compiled_code_uses_a_kernel_of_ours_only_if_a_call_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @op(
+        Backend("kernel", lambda x: ("kernel", x), accept_all, "", fuses=True),
+        Backend("plain", lambda x: ("plain", x), accept_all, ""),
+    )
+    def named(x: int, *, backend: str = "auto") -> tuple[str, int]:
+        return named.run(backend, x)
+
+    assert named(1) == ("kernel", 1) and named.explain(1).backend == "kernel"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert named(1) == ("plain", 1) and named.explain(1).backend == "plain"
+    assert named(1, backend="kernel") == ("kernel", 1)
 
 
 def test_a_device_fuses_if_the_first_backend_is_one_kernel_there() -> None:

@@ -56,3 +56,6 @@ def test_only_short_sequences_in_16_bits_are_upcast(changes, expected):
     given = {"length": 256, "dtype": torch.bfloat16, "b": 1} | changes
     q = torch.empty(given["b"], 2, given["length"], 8, dtype=given["dtype"])
     assert short_halves.is_short_half(q, q) is expected
+    one = q[:, :, :1]  # the longer of queries and keys counts
+    assert short_halves.is_short_half(one, q) is short_halves.is_short_half(q, one) is expected
+    assert not short_halves.is_short_half(q.to("meta"), q.to("meta"))

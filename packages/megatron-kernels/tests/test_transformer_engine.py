@@ -20,6 +20,7 @@ from megatron_kernels.transformer_engine import (
     products,
     te_dgrad,
     te_forward,
+    te_gather,
     te_quantized_norm,
     te_unsupported_reason,
     te_wgrad,
@@ -221,6 +222,20 @@ def test_one_scale_is_a_power_of_two_of_this_rank_or_of_a_group() -> None:
     made = recipe.quantizer("input", torch.device("cpu"), **make)
     assert made.powers and made.group is None
     assert recipe.quantizer("input", torch.device("cpu"), group="some", **make).group == "some"
+
+
+def test_a_gather_is_started_and_returned_with_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformer_engine.pytorch.distributed as distributed
+
+    calls: list[Any] = []
+
+    def started(*args: Any, **options: Any) -> Any:
+        calls.append((args, options))
+        return "gathered", "handle"
+
+    monkeypatch.setattr(distributed, "gather_along_first_dim", started)
+    assert te_gather("tensor", "group") == ("gathered", "handle")
+    assert calls == [(("tensor", "group"), {"async_op": True})]  # others compute meanwhile
 
 
 def test_products_of_recipes_are_judged_by_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:

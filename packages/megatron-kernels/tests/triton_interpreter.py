@@ -3,6 +3,8 @@
 Triton reads TRITON_INTERPRET when it is imported, so these tests need a process of their own.
 """
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,12 +15,16 @@ from megatron_kernels import (
     Scores,
     add_layer_norm,
     add_rms_norm,
+    add_vocab_gradient,
     bias_dropout_add,
+    bias_gelu,
+    bias_swiglu,
     cross_entropy,
     gelu,
     glu,
     layer_norm,
     paged_attention,
+    pointwise,
     quantize_tensor,
     rms_norm,
     rope,
@@ -27,11 +33,14 @@ from megatron_kernels import (
     swiglu,
     vocab_cross_entropy,
     vocab_cross_entropy_gradient,
+    vocab_embedding,
 )
 from megatron_kernels.case import Case
 from megatron_kernels.cases import CASES
 from megatron_kernels.check import Inputs, check_backend
 from megatron_kernels.inputs import InputGenerator
+from megatron_kernels.ops.activation.glu import Gate
+from megatron_kernels.ops.activation.pointwise import Pointwise
 from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite
 from megatron_kernels.ops.triton_op import interprets
 from megatron_kernels.triton_kernels import norm as kernels
@@ -170,6 +179,65 @@ def test_empty_tensors() -> None:
     both_equal(cross_entropy, (draw.normal(0, 7), torch.zeros(0, dtype=torch.int64)))
     angles = torch.zeros(0, 1, 4, dtype=F64)
     assert rope(draw.normal(0, 2, 3, 8), angles, angles, backend="triton").shape == (0, 2, 3, 8)
+
+
+def test_every_activation_on_a_few_numbers() -> None:
+    draw = InputGenerator(F64, CPU)
+    x, pairs, bias = draw.normal(2, 3), draw.normal(3, 2, 3), draw.normal(3)
+    for kind in get_args(Pointwise):
+        both_equal(pointwise, (x, kind))
+    for gate in get_args(Gate):
+        both_equal(glu, (pairs, gate, 0.75, 0.5))
+    for approximate in ("none", "tanh"):
+        both_equal(gelu, (x, approximate))
+        both_equal(bias_gelu, (x, bias, approximate))
+    both_equal(bias_swiglu, (pairs, draw.normal(2, 3)))
+
+
+def test_every_option_of_norms_and_dropout_on_a_few_numbers() -> None:
+    draw = InputGenerator(F64, CPU)
+    x, added, gain, shift = (
+        draw.normal(4, 5),
+        draw.normal(4, 5, mean=1),
+        draw.normal(5),
+        draw.normal(5),
+    )
+    for zero_centered in (False, True):
+        both_equal(add_layer_norm, (x, added, gain, shift, 1e-2, zero_centered))
+        both_equal(add_rms_norm, (x, added, gain, 1e-2, zero_centered))
+        both_equal(layer_norm, (x, gain, None, 1e-2, zero_centered))
+    both_equal(rms_norm, (x, None, 1e-2))
+    stream, words = draw.normal(2, 2, 3), torch.arange(8, dtype=torch.int32).view(2, 2, 2)
+    site = DropoutSite(-(2**31) + 3, 77, -(2**31) + 2**30, 4 / 3)
+    for bias in (None, draw.normal(3)):
+        given = stream, bias, draw.normal(2, 2, 3, mean=1), words[0], words[1] - 5, site
+        both_equal(bias_dropout_add, given)
+
+
+def test_some_channels_of_a_fused_projection_are_rotated() -> None:
+    """With sums of the gradients of repeated keys, and with keys of two groups."""
+    draw = InputGenerator(F64, CPU)
+    angles, own = draw.normal(2, 1, 2).detach(), draw.normal(2, 2, 2).detach()
+    for interleaved in (False, True):
+        for groups in (1, 2):
+            fused = draw.normal(2, 1, groups, 5, 6)  # three queries, of which four channels turn
+            given = fused, angles.cos(), angles.sin(), interleaved, groups == 1
+            both_equal(rope_qkv, given)
+        both_equal(rope, (draw.normal(2, 2, 1, 5), own.cos(), own.sin(), interleaved))
+
+
+def test_gradients_of_frequent_rows_are_added_in_several_steps() -> None:
+    """More tokens of a row than a program reads at once, and two programs for its columns."""
+    draw = InputGenerator(F64, CPU)
+    tokens = torch.tensor([[9] * 20 + [4, 3, 8, 7, 12], [9] * 15 + [7, 6, 2] + [11] * 7])
+    dy = draw.normal(*tokens.shape, 259).detach()
+    for first in (False, True):
+        found, expected = (
+            add_vocab_gradient(torch.ones(8, 259, dtype=F64), dy, tokens, 4, first, backend=name)
+            for name in ("triton", "reference")
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    both_equal(vocab_embedding, (draw.normal(8, 5), tokens[:, 18:], 4))
 
 
 def test_tensors_that_are_not_contiguous() -> None:
@@ -312,6 +380,34 @@ def test_a_tensor_of_zeros_has_the_scale_1() -> None:
     for rule in ("float32", "power_of_two"):
         found = quantize_tensor(torch.zeros(3, 5), "e4m3", rule, backend="triton")
         assert found.scale == 1 and not found.rows.float().any() and not found.columns.float().any()
+
+
+CASTS = [  # dtype, elements, rule, scale, rows, columns, whether the magnitude is wanted
+    (torch.float32, "e4m3", "float32", None, True, True, True),
+    (torch.float32, "e5m2", "power_of_two", None, True, False, True),
+    (torch.float64, "e4m3", "power_of_two", None, False, True, True),
+    (torch.float64, "e4m3", "float32", None, True, True, True),
+    (torch.bfloat16, "e4m3", "float32", 0.0, True, True, True),
+    (torch.float32, "e4m3", "float32", 2e-6, True, True, True),  # clips
+    (torch.float32, "e4m3", "power_of_two", 2e-5, True, True, False),
+]
+
+
+def test_casts_with_every_option_have_the_bits_of_the_reference() -> None:
+    """Several matrices of several tiles, of which the last has the largest number."""
+    numbers = 3e-3 * torch.randn(2, 3, 700, dtype=F64)
+    numbers[1, 2, 699] = -0.03
+    for dtype, elements, rule, scale, *rest in CASTS:
+        given = None if scale is None else torch.tensor(scale)
+        whole = dtype is torch.float32 and scale is None
+        for x in (numbers if whole else numbers[..., 570:], numbers[:, :0]):
+            found, expected = (
+                quantize_tensor(x.to(dtype), elements, rule, given, *rest, backend=name)
+                for name in ("triton", "reference")
+            )
+            for one, other in zip(found, expected, strict=True):
+                assert (one.shape, one.dtype) == (other.shape, other.dtype)
+                assert torch.equal(one.double(), other.double()), (dtype, elements, rule, scale)
 
 
 def both_equal(op: object, arguments: tuple[object, ...]) -> None:
