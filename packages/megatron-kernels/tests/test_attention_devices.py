@@ -39,22 +39,25 @@ def heads(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "width", "mask", "kernel"),
+    ("dtype", "width", "rules", "kernel"),
     [
-        (BF16, 64, Mask(), "flash"),
-        (F16, 256, Mask(causal=False), "flash"),
-        (BF16, 264, Mask(), "efficient"),
-        (F16, 60, Mask(), "efficient"),
-        (F32, 64, Mask(), "efficient"),
-        (BF16, 64, Mask(window=3), "efficient"),
+        (BF16, 64, "causal", "flash"),
+        (F16, 256, "full", "flash"),
+        (BF16, 264, "causal", "efficient"),
+        (F16, 60, "causal", "efficient"),
+        (F32, 64, "causal", "efficient"),
+        (BF16, 64, "dense", "efficient"),
     ],
     ids=str,
 )
 def test_flash_kernels_of_cuda_compute_blocks_in_16_bits_without_a_mask(
-    dtype: torch.dtype, width: int, mask: Mask, kernel: str
+    dtype: torch.dtype, width: int, rules: str, kernel: str
 ) -> None:
     with FakeTensorMode(), Names() as names:
         q, k, v = heads(width, dtype)
+        mask = Mask(causal=rules == "causal")
+        if rules == "dense":
+            mask = Mask(dense=torch.empty(1, 7, 7, dtype=torch.bool, device="cuda"))
         out, lse = attention_forward(q, k, v, mask, backend="torch")
         expected, found = [f"{kernel}_attention"], ()
         if kernel == "flash":  # the other backward pass copies, which needs a torch with CUDA
