@@ -23,6 +23,7 @@ from megatron_data.tokenizers import (
     MULTIMODAL_PROMPT_FORMATS,
     PROMPT_FORMATS,
     ChatTemplate,
+    ImageTemplate,
     MultimodalPromptFormat,
     MultimodalTokenizer,
     NullMultimodalTokenizer,
@@ -267,6 +268,7 @@ def test_invalid_options_are_refused(folder: Path, options: dict[str, Any], mess
             "message 2: <image> in a message of the assistant",
         ),
         ({"role": "user", "content": ""}, "message 2 has no text"),
+        ({"role": "assistant", "content": None}, "message 2 has no text"),
         (
             {"role": "user", "content": [{"type": "image"}]},
             "write an image in a message as <image>",
@@ -300,3 +302,35 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     words = [*command.split(), "--output-prefix", "x", "--image-tag-type", "nvlm"]
     assert main(words) == 2
     assert "--image-tag-type does not go with --tokenizer-type Hugging" in capsys.readouterr().err
+
+
+def test_a_forced_system_message_and_tags_by_hand() -> None:
+    """A system message is put first; calls of tools may have a text with an image."""
+    source = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
+    plain = ChatTemplate(source)
+    asked = [{"role": "user", "content": "a <image>", "tool_calls": [1]}]
+    system = [{"role": "system", "content": "s"}]
+    forced = ImageTemplate(plain, "internvl", system_message="f")
+    for talk in (asked, [*system, *asked]):
+        assert forced.render(talk).text == "[system|f][user|a <img><image></img>]"
+    dropped = ImageTemplate(plain, system=False)
+    for talk in (asked, [*system, *asked]):
+        assert dropped.render(talk).text == "[user|a <image>]"
+    assert ImageTemplate(plain).render([*system, *asked]).text == "[system|s][user|a <image>]"
+    assert (forced.render([]).text, dropped.render([]).text) == ("[system|f]", "")
+    kinds = (plain, ImageTemplate(plain), forced, dropped, ImageTemplate(plain, "nvlm"))
+    assert len({each.fingerprint for each in kinds}) == len(kinds)
+    assert pickle.loads(pickle.dumps(forced)).fingerprint == forced.fingerprint
+    with pytest.raises(DataError, match="a variable of the chat template is not a JSON value"):
+        _ = plain.with_variables({"x": object()}).fingerprint
+
+
+def test_padding_is_the_end_of_text_unless_it_is_named(folder: Path) -> None:
+    named = HuggingFaceTokenizer.load(folder)
+    unnamed = HuggingFaceTokenizer(named.definition, {"eos": "</s>"})
+    template = ChatTemplate("x")
+    assert SFTTokenizer(named, template).pad_id == named.token_id("<pad>")
+    assert SFTTokenizer(unnamed, template).pad_id == named.token_id("</s>")
+    assert SFTTokenizer(named, template, "<s>").pad_id == named.token_id("<s>")
+    other = conversation_tokenizer(SFTTokenizer(named, template, "<s>"), template=ChatTemplate("y"))
+    assert other.template.render(TALK[:1]).text == "y"

@@ -169,3 +169,29 @@ def test_gigatoken_agrees_on_odd_texts(tokenizer: HuggingFaceTokenizer) -> None:
         assert made.encode_batch(texts) == tokenizer.encode_batch(texts)
 
     holds()
+
+
+def test_the_first_texts_and_every_500th_are_compared(
+    tokenizer: HuggingFaceTokenizer, stand: type[Stand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the class says: 200 texts, and then texts 500, 1000 and so on, counted over all calls."""
+    compared: list[str] = []
+    made = FastTokenizer(tokenizer)
+
+    def watched(texts: Sequence[str]) -> list[list[int]]:
+        compared.extend(texts)
+        return HuggingFaceTokenizer.encode_batch(tokenizer, texts)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", watched)
+    texts = [f"{number}" for number in range(1300)]
+    for start, end in ((0, 150), (150, 450), (450, 450), (450, 1001), (1001, 1300)):
+        made.encode_batch(texts[start:end])
+    assert compared == [*texts[:200], "500", "1000"]
+    assert (fast.CHECKED_CHARACTERS, fast.CHECKED_SHARE) == (200_000, 200)
+    monkeypatch.setattr(fast, "CHECKED_CHARACTERS", 30)
+    compared.clear()
+    FastTokenizer(tokenizer).encode_batch(["ten " * 10] * 100)  # 30 + 4000 // 200 characters
+    assert len(compared) == 2
+    assert made.encode_batch(["b", "", "c d"]) == [
+        HuggingFaceTokenizer.encode(tokenizer, text) for text in ("b", "", "c d")
+    ]

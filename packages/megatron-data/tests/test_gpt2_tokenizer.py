@@ -30,8 +30,13 @@ def test_gpt2s_two_files_are_read_as_the_library_does(files):
     theirs.add_special_tokens(["<|endoftext|>"])
     ours = gpt2_tokenizer(vocab, merges)
     end = json.loads(vocab.read_text())["<|endoftext|>"]
-    assert ours.eod_id == end and ours.vocab_size == 290
-    for text in [*TEXT, "unseen words, and<|endoftext|>an end", "  spaces\n\ttabs  "]:
+    assert ours.eod_id == ours.eos_id == end and ours.vocab_size == 290
+    for text in [
+        *TEXT,
+        "unseen words, and<|endoftext|>an end",
+        "a <|endoftext|> b",
+        "  spaces\n\ttabs  ",
+    ]:
         assert ours.encode(text) == theirs.encode(text).ids
         assert ours.decode(ours.encode(text)) == text
 
@@ -48,6 +53,10 @@ def test_gpt2s_two_files_are_read_as_the_library_does(files):
             r"merges, line 2: 'a b' does not",
         ),
         ('{"a": 0, "<|endoftext|>": 1}', "a a a", "line 1: 'a a a'"),
+        ('{"a": 0, "aaa": 2, "<|endoftext|>": 1}', "a a a", "line 1: 'a a a'"),
+        ('{"a": 0, "<|endoftext|>": 1}', "\n\na", "line 3: 'a' does not merge two"),
+        ('{"a": "0", "<|endoftext|>": 1}', "", "does not map tokens to token ids"),
+        ('{"a": true, "<|endoftext|>": 1}', "", "does not map tokens to token ids"),
         ('{"a": 0, "<|endoftext|>": 1}', b"\xff\xfe", "is not UTF-8"),
     ],
 )

@@ -14,7 +14,7 @@ from megatron_data.tokenizers import ChatTemplate, TemplateLimits
 
 pytest.importorskip("jinja2", reason="chat templates are an extra of this package")
 
-from megatron_data.tokenizers.sandbox import LONGEST_SOURCE
+from megatron_data.tokenizers.sandbox import LONGEST_SOURCE, SandboxedTemplate
 from megatron_data.tokenizers.template_limits import (
     CALL,
     FILTER,
@@ -256,6 +256,8 @@ def test_methods_of_containers_cost_their_elements(
         ("{{ 'a\nb' | indent(665) }}", 3 + 3 * 665),
         ("{{ ('a\n' * 330) | indent }}", 660 + 332 * 4),
         ("{{ 'a\nb' | indent('-' * 665) }}", 3 + 3 * 665),
+        ("{{ ('ab\n' * 330) | indent(0) }}", 990),
+        ("{{ ('ab\n' * 330) | indent(-3) }}", 990),
         ("{{ ['x', 'y'] | join('-' * 900) }}", 2 + 3 * 8 + 2 * 900),
         ("{{ ('x' * 200) | replace('x', 'y' * 9) }}", 1800),
         ("{{ strftime_now('%Y') }}", 2 * 256),
@@ -342,3 +344,49 @@ def test_a_template_has_at_most_100_levels(source: Callable[[int], str]) -> None
         assert "nested more than 100 levels" not in str(error)
     with pytest.raises(DataError, match="it is nested more than 100 levels deep"):
         ChatTemplate(source(101))
+
+
+@pytest.mark.parametrize(
+    ("source", "steps"),
+    [
+        ("", 1),
+        ("x" * 64, 2),
+        ("{{ a }}", 11 + 11),  # read as a value, and written
+        ("{{ n }}", 1 + 1),
+        ("{% set x = range(3) %}", 32 + 1),
+        ("{% set x = a.split() %}", 32 + 11 + 1),
+        ("{% set x = a.upper() %}", 32 + 41 + 10 + 1),  # up to 4 characters for each
+        ("{% set x = l.copy() %}", 32 + 4 + 1),
+        ("{% set x = '-'.join(l) %}", 32 + 3 + (7 + (1 + 3) // 64) + 1 + 1),
+        ("{% set x = l | length %}", 8 + 4 + 1),
+        ("{% set x = a | upper %}", 8 + 11 + 11 + 1),
+        ("{% set x = l | sort %}", 8 + 7 + 4 + 1),
+        ("{% set x = l | tojson %}", 8 + 7 + 7 + 1 + 1),
+        ("{% for i in l %}{% endfor %}", 4 + 1),
+        ("{% for i in l %}" + "y" * 64 + "{% endfor %}", 2 * 4 + 4),
+        ("{% for i in l %}" + "{% set x = n %}" * 10 + "{% endfor %}", 2 * 4 + 1),  # 32 nodes
+        ("{% for i in l %}" + "{% set x = n %}" * 9 + "{% endfor %}", 1 * 4 + 1),
+        ("{% for i in l | map('length') %}{% endfor %}", 8 + 4 + 2 + 3 * (1 + 8 + 2) + 1),
+        ("{% set x = a == a %}", 11 + 11 + 1),
+        ("{% set x = n == none %}", 1),
+        ("{% set x = l == l %}", 7 + 7 + 1),
+        ("{% set x = a in m %}", 11 + 1),  # a key is found without reading the others
+        ("{% set x = a in l %}", 11 + 7 + 1),
+        ("{% set x = m == m %}", 5 + 5 + 1),
+        ("{% set x = a[1:] %}", 641 + 1),
+        ("{% set x = a ~ n %}", 11 + 1 + (1 + 648 // 64) + 1),
+        ("{% set x = n + n %}", 1 + 1),
+        ("{% macro f() %}{% endmacro %}{% set x = f() %}", 32 + 1 + 1 + 1),
+        ("{% macro f() %}{{ a }}{% endmacro %}{% set x = f() %}", 32 + 1 + 11 + 11 + 10 + 1),
+    ],
+)
+def test_the_steps_of_a_template_by_hand(source: str, steps: int) -> None:
+    """Lists have 3 elements of one letter, and `a` has 640 letters; the end costs one step."""
+    budget = Budget(PLENTY, PLENTY)
+    values = {"a": "x" * 640, "l": ["p", "q", "r"], "m": {"k": 1}, "n": 5}
+    SandboxedTemplate(source, Budget(PLENTY, PLENTY)).render(budget, values)
+    assert PLENTY - budget.steps == steps
+
+
+def test_methods_read_generators_once() -> None:
+    assert text_of("{{ '-'.join(['a', 'b'] | map('upper')) }}") == "A-B"

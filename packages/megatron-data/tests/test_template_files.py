@@ -125,3 +125,20 @@ def test_messages_are_completed_as_in_transformers() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{}]}
     asked = ChatTemplate("{{ messages[0].content is defined }}")
     assert asked.render([call], return_assistant_spans=False).text == "False"
+
+
+def test_the_template_for_tools_has_its_own_blocks_and_time() -> None:
+    """The text of an assistant is found in the template that renders the conversation."""
+    blocks = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    plain += "{% if add_generation_prompt %}<assistant>{% endif %}{{ strftime_now('') }}"
+    talk = [{"role": "assistant", "content": "ab"}]
+    for one, other in ((blocks, plain), (plain, blocks)):
+        template = ChatTemplate(one, tool_source=other)
+        spans = {blocks: ("ab", [(0, 2)]), plain: ("<assistant>ab", [(11, 13)])}
+        assert template.render(talk) == spans[one]
+        assert template.render(talk, tools=[{}]) == spans[other]
+        assert template.uses_time
+        assert template.has_generation_blocks() == (one is blocks)
+        assert template.has_generation_blocks([]) == (other is blocks)
+    assert not ChatTemplate(blocks, tool_source=blocks).uses_time

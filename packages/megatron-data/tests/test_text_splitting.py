@@ -4,8 +4,9 @@ import json
 import re
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
+from typing import Any
 
 import pytest
 import tokenizers
@@ -50,6 +51,21 @@ def split_by(pattern: str) -> dict[str, object]:
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     parts = [{**split, "invert": False}, {**BYTES, "use_regex": False}]
     return {"type": "Sequence", "pretokenizers": parts}
+
+
+def of_parts(
+    split: Mapping[str, object] | None = None,
+    level: Mapping[str, object] | None = None,
+    parts: int = 2,
+    without: str = "",
+) -> dict[str, object]:
+    """Returns a Llama 3 pre-tokenizer with changes; an absent key has the library's default."""
+    whole = split_by(LLAMA3)
+    made: Any = whole["pretokenizers"]
+    made[0] |= split or {}
+    made[1] |= level or {}
+    made[1].pop(without, None)
+    return {**whole, "pretokenizers": (made * 2)[:parts]}
 
 
 def wordpiece() -> str:
@@ -157,6 +173,20 @@ def definition(**changes: object) -> dict[str, object]:
         {"model": {"type": "BPE", "dropout": 0.1}},
         {"added_tokens": [{"content": "<|end of text|>"}]},
         {"added_tokens": [{"content": "<mask>", "lstrip": True}]},
+        {"added_tokens": [{"content": "<mask>", "rstrip": True}]},
+        {"added_tokens": [{"content": "<mask>", "single_word": True}]},
+        {"pre_tokenizer": {"type": "ByteLevel", "use_regex": True}},  # a space before a text
+        {"pre_tokenizer": of_parts(parts=3)},
+        {"pre_tokenizer": of_parts({"type": "Digits"})},
+        {"pre_tokenizer": of_parts({"behavior": "Removed"})},
+        {"pre_tokenizer": of_parts({"invert": True})},
+        {"pre_tokenizer": of_parts({"pattern": {"String": " "}})},
+        {"pre_tokenizer": of_parts({"pattern": None})},
+        {"pre_tokenizer": of_parts(level={"type": "Metaspace"})},
+        {"pre_tokenizer": of_parts(level={"use_regex": True})},
+        {"pre_tokenizer": of_parts(level={"add_prefix_space": True})},
+        {"pre_tokenizer": of_parts(without="use_regex")},
+        {"pre_tokenizer": of_parts(without="add_prefix_space")},
     ],
 )
 def test_texts_are_not_split_for_tokenizers_that_look_beyond_a_word(
@@ -164,6 +194,14 @@ def test_texts_are_not_split_for_tokenizers_that_look_beyond_a_word(
 ) -> None:
     assert split_pattern(definition()) is not None
     assert split_pattern(definition(**changes)) is None
+
+
+def test_absent_keys_of_a_pre_tokenizer_have_the_librarys_defaults() -> None:
+    words = {"type": "ByteLevel", "add_prefix_space": False}
+    assert split_pattern({"pre_tokenizer": words}) is not None  # it splits as GPT-2 does
+    plain = of_parts()
+    del plain["pretokenizers"][0]["invert"]  # type: ignore[index]
+    assert split_pattern({"pre_tokenizer": plain, "normalizer": None}) is not None
 
 
 @pytest.mark.parametrize("made", [ByteTokenizer(), NullTokenizer(99)])

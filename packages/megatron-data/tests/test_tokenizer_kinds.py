@@ -18,7 +18,7 @@ from megatron_data import (
     load_tokenizer,
 )
 from megatron_data.cli.main import main
-from megatron_data.tokenizers import SentencePieceTokenizer, TikTokenizer
+from megatron_data.tokenizers import SentencePieceTokenizer, TikTokenizer, tik_token
 from megatron_data.tokenizers.plain import SEGMENT_CHARACTERS
 from megatron_data.tokenizers.tik_token import PATTERNS, SPECIAL_TOKENS
 
@@ -115,6 +115,42 @@ def test_megatrons_added_tokens_and_the_sentinels_of_t5(model: Path) -> None:
         with pytest.raises(DataError, match=f"token {wrong} is out of range"):
             ours.decode(tokens)
     assert ours.token_id("<CLS>") == 420 and ours.token_id("no such piece") is None
+    assert (ours.token_id("<unk>"), ours.token(0), ours.decode([420, 1])) == (
+        0,
+        "<unk>",
+        "<CLS><s>",
+    )
+    assert (ours.token(419), ours.token(420)) == (plain.id_to_piece(419), "<CLS>")
+    assert (ours.token(-1), ours.token(428)) == (None, None)
+    assert build_tokenizer("SentencePieceTokenizer", tokenizer_model=model).vocab_size == 425
+
+
+def test_a_model_with_the_ids_of_t5(texts: list[str]) -> None:
+    """Padding is 0, and there is no beginning of text; Megatron adds it as <BOS>."""
+    content = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts[:40]),
+        model_writer=content,
+        vocab_size=60,
+        model_type="bpe",
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    alone = SentencePieceTokenizer(content.getvalue())
+    assert (alone.pad_id, alone.eos_id, alone.eod_id, alone.bos_id) == (0, 1, 1, None)
+    added = SentencePieceTokenizer(content.getvalue(), added_tokens=True)
+    assert (added.pad_id, added.eos_id, added.token_id("<BOS>")) == (0, 1, added.bos_id)
+    assert added.vocab_size == 60 + 5  # <CLS>, <SEP>, <EOD>, <MASK>, <BOS>
+    with pytest.raises(DataError, match="the sentencepiece model has no beginning-of-text token"):
+        SentencePieceTokenizer(content.getvalue(), begin=True)
+    for options in ({"extra_ids": 1}, {"special_tokens": ["<a>"]}):
+        with pytest.raises(DataError, match="extra_ids and special_tokens need added_tokens=True"):
+            SentencePieceTokenizer(content.getvalue(), **options)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="this is not a sentencepiece model: it is empty"):
+        SentencePieceTokenizer(b"")
 
 
 @pytest.mark.parametrize("pattern", ["v1", "v2"])
@@ -140,10 +176,23 @@ def test_a_tiktoken_vocabulary_gives_the_librarys_tokens(
         assert ours.decode(ours.encode(text)) == text
     assert ours.encode_batch(HARD) == [ours.encode(text) for text in HARD]
     assert ours.encode(HARD[3]) == [4, 9]
+    assert (ours.decode([0]), ours.decode([]), ours.vocab_size) == ("<unk>", "", 277)
+    assert (ours.token_id("<s>"), ours.token_id("<SPECIAL_9>"), ours.token_id("<no>")) == (
+        1,
+        9,
+        None,
+    )
+    for tokens, wrong in (([3, 277, 0], 277), ([3, -1, 7], -1), ([-1, 277], 277)):
+        with pytest.raises(
+            DataError, match=f"token {wrong} is out of range; token ids are 0 to 276"
+        ):
+            ours.decode(tokens)
     assert ours.decode(ours.encode(HARD[2])) == HARD[2]
 
 
-def test_the_two_patterns_differ_and_so_do_their_fingerprints(vocabulary: Path) -> None:
+def test_the_two_patterns_differ_and_so_do_their_fingerprints(
+    vocabulary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     v1, v2 = (TikTokenizer.load(vocabulary, pattern=pattern) for pattern in ("v1", "v2"))
     assert v1.fingerprint != v2.fingerprint
     # A word ends before a capital in v2 alone.
@@ -152,6 +201,14 @@ def test_the_two_patterns_differ_and_so_do_their_fingerprints(vocabulary: Path) 
     smaller = TikTokenizer.load(vocabulary, vocab_size=1260)
     assert smaller.vocab_size == 1260 and smaller.fingerprint != v2.fingerprint
     assert TikTokenizer.load(vocabulary, vocab_size=1267).fingerprint == v2.fingerprint
+    assert max(smaller.encode("theSea whale")) < 1260
+    assert tik_token.LARGEST == 131_072
+    monkeypatch.setattr(tik_token, "LARGEST", 1260)
+    assert TikTokenizer.load(vocabulary).fingerprint == smaller.fingerprint
+    assert TikTokenizer.load(vocabulary, vocab_size=1256).encode("the") == [1116, 1104, 1101]
+    for size in (1255, 1268):
+        with pytest.raises(DataError, match=f"a vocabulary of {size}; give 1256 to 1267"):
+            TikTokenizer.load(vocabulary, vocab_size=size)
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"])
@@ -236,6 +293,9 @@ def test_invalid_options_of_kinds_are_refused(
         build_tokenizer(**given)  # type: ignore[arg-type]
 
 
+BYTES = [{"rank": n, "token_bytes": base64.b64encode(bytes([n])).decode()} for n in range(256)]
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
@@ -243,11 +303,15 @@ def test_invalid_options_of_kinds_are_refused(
         ([{"rank": 1, "token_bytes": "AA==", "token_str": ""}], "entry 0 lacks rank 0"),
         ([{"rank": 0, "token_bytes": "?", "token_str": ""}], "entry 0: '\\?' is not base64"),
         ([{"rank": 0, "token_bytes": "YQ==", "token_str": ""}], "entry 0 is b'a'"),
+        ([*BYTES[:255], {"rank": 255, "token_bytes": "YQ=="}], "entry 255 is b'a'; the first 256"),
+        (BYTES[:255], "255 tokens; a vocabulary begins with the 256 bytes"),
+        ([*BYTES, {"rank": 256, "token_bytes": "AA=="}], "a token occurs twice"),
     ],
 )
 def test_an_invalid_vocabulary_is_refused(entries: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         TikTokenizer(json.dumps(entries).encode())
+    assert TikTokenizer(json.dumps(BYTES).encode()).vocab_size == 1256
 
 
 def test_the_command_line_takes_every_kind(

@@ -107,6 +107,9 @@ def test_bytes() -> None:
     made = ByteTokenizer()
     assert made.encode("aé") == [97, 0xC3, 0xA9]
     assert made.decode([97, 0xC3, 0xA9, 256]) == "aé"
+    assert made.decode([255, 0]) == "\ufffd\0"
+    assert (made.vocab_size, made.eod_id, made.eos_id, made.bos_id) == (257, 256, 256, None)
+    assert made.encode_batch(["b", ""]) == [[98], []]
 
 
 def test_null() -> None:
@@ -116,6 +119,16 @@ def test_null() -> None:
         made.encode("3 101")
     with pytest.raises(DataError, match="'x'"):
         made.encode("3 x")
+    assert made.encode_batch(["100 0", ""]) == [[100, 0], []]
+    assert (made.eos_id, made.decode([3, 99])) == (100, "3 99")
+    for text, wrong in (("-1 5", -1), ("5 101 -1", 101)):
+        with pytest.raises(DataError, match=f"token {wrong} is out of range"):
+            made.encode(text)
+    with pytest.raises(DataError, match=f"spaces, got '{'x' * 40}'$"):
+        made.encode("x" * 41)
+    assert NullTokenizer(1).vocab_size == 2
+    with pytest.raises(DataError, match="a vocabulary of 0 tokens; give at least 1"):
+        NullTokenizer(0)
 
 
 def test_files_that_cannot_be_loaded_are_reported(tmp_path: Path) -> None:
@@ -154,12 +167,25 @@ def test_berts_vocabulary(vocab_file: Path) -> None:
     assert bert_tokenizer(vocab_file, lower_case=False).encode("Whales swim") == [11, 6, 7]
     assert lower.decode([5, 6, 7, 8]) == "whales swimming"
     assert (lower.vocab_size, lower.pad_id, lower.bos_id, lower.eos_id) == (16, 0, 12, 13)
+    assert lower.eod_id == 13
+    assert lower.encode("a[EOS]a <extra_id_0>") == [10, 13, 10, 14]
+    assert 13 not in lower.encode("[eos]")  # text in another case is no special token
     pieces = WordPieces.from_tokenizer(lower)
     assert pieces.continuations.nonzero()[0].tolist() == [6, 8]
     assert (pieces.cls_id, pieces.sep_id, pieces.mask_id) == (2, 3, 4)
     assert pieces.sentinel_ids == (14, 15)
     again = pickle.loads(pickle.dumps(lower))
     assert again.fingerprint == lower.fingerprint
+
+
+def test_a_word_of_bert_has_at_most_200_characters(vocab_file: Path) -> None:
+    vocab_file.write_text("\r\n".join([*VOCAB, "##a"]))  # no line end after the last token
+    tokenizer = bert_tokenizer(vocab_file)
+    assert (tokenizer.token_id("##a"), tokenizer.vocab_size) == (11, 14)
+    assert tokenizer.encode("a" * 200) == [10, *[11] * 199]
+    assert tokenizer.encode("a" * 201) == [1]
+    with pytest.raises(DataError, match="extra_ids=-1; give at least 0"):
+        bert_tokenizer(vocab_file, extra_ids=-1)
 
 
 def test_invalid_vocabularies_are_refused(vocab_file: Path, tmp_path: Path) -> None:

@@ -188,3 +188,49 @@ def test_a_wrong_configuration_is_refused_by_name(
     config.write_text('{"eos_token": "", "bos_token": {"content": "<s>"}, "pad_token": {}}')
     loaded = load_tokenizer(tmp_path)
     assert (loaded.bos_id, loaded.eos_id, loaded.pad_id) == (256, None, None)
+
+
+def test_a_tokenizer_without_a_token_for_a_letter_has_no_edges() -> None:
+    only_x = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"x": 0}, merges=[]))
+    assert HuggingFaceTokenizer(only_x.to_str()).text_edges == ((), ())
+
+
+def test_a_named_kind_reads_only_its_own_files(tmp_path: Path) -> None:
+    NullTokenizer(9).save(tmp_path / "null")
+    model = str(tmp_path / "null")
+    assert build_tokenizer(tokenizer_model=model).vocab_size == 10
+    with pytest.raises(DataError, match=r"tokenizer\.json does not exist"):
+        build_tokenizer("HuggingFaceTokenizer", tokenizer_model=model)
+    with pytest.raises(DataError, match="holds a NullTokenizer, which does not support"):
+        build_tokenizer(tokenizer_model=model, tokenizer_special_tokens=["<a>"])
+    of_bytes(None, "<s>").save(tmp_path / "both")
+    (tmp_path / "both/tokenizer.model").write_bytes(b"x")  # beside a tokenizer.json
+    for kind in (None, "HuggingFaceTokenizer"):
+        model = str(tmp_path / "both")
+        extended = build_tokenizer(
+            kind, tokenizer_model=model, tokenizer_special_tokens=["<a>", "<s>"]
+        )
+        assert (extended.vocab_size, extended.encode("<a><s>")) == (258, [257, 256])
+    words = tmp_path / "vocab.txt"
+    words.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nA\na\n")
+    for kind, ids in (("BertWordPieceCase", [5, 6]), ("BertWordPieceLowerCase", [6, 6])):
+        made = build_tokenizer(kind, vocab_file=str(words))
+        assert (made.vocab_size, made.encode("A a")) == (9, ids)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"type": "SFTTokenizer", "pad_token": 5}, "pad_token is 5, not a string"),
+        ({"type": "MultimodalTokenizer", "options": {"no": 1}}, r"tokenizer.json is damaged \("),
+    ],
+)
+def test_a_damaged_tokenizer_of_conversations_is_named(
+    tmp_path: Path, content: Any, message: str
+) -> None:
+    pytest.importorskip("jinja2")
+    of_bytes(None, "<s>").save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("x")
+    (tmp_path / "megatron_tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(tmp_path)

@@ -140,3 +140,42 @@ def test_megatrons_formats_get_its_end_of_document(
         assert tokenizer.decode(texts.get(0).tolist()) == (
             template.render(TALK).text + "<|im_end|>"
         )
+
+
+IF_LAST = "{% for m in messages %}{{ m.content }}{{ '<|im_end|>' if loop.last else '<|user|>' }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "token", "stop", "is_open"),
+    [
+        (IF_LAST + "{% endfor %}", "<|user|>", "<|im_end|>", False),
+        (FAMILIES["chatml"].template, "<|im_end|>", "<|im_end|>", False),
+        (FAMILIES["glm4"].template, "<|user|>", "<|user|>", True),
+        (FAMILIES["plain"].template, None, None, False),
+        (PROMPT_FORMATS["identity"].template, None, None, False),
+        ("{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}<|im_end|>", None, None,
+         False),
+    ],
+)  # fmt: skip
+def test_the_token_at_which_a_generated_answer_stops(
+    source: str, token: str | None, stop: str | None, is_open: bool, marked: HuggingFaceTokenizer
+) -> None:
+    ends = TurnEnds(ChatTemplate(source), marked)
+    assert (ends.token, ends.stop, ends.last_is_open) == (token, stop, is_open)
+
+
+def test_an_answer_includes_the_longest_token_after_it(marked: HuggingFaceTokenizer) -> None:
+    more = HuggingFaceTokenizer(
+        marked.with_special_tokens(["<|user|>!", " "]).definition,
+        {"bos": "<|endoftext|>", "eos": "<|endoftext|>"},
+    )
+    ends = TurnEnds(ChatTemplate(FAMILIES["glm4"].template), more)
+    text = "one\n <|user|>!two<|im_end|> three"
+    # Space before a token is in the answer; a space is no end, though it is an added token.
+    assert ends.closed(text, [(0, 3), (14, 27), (14, 17), (28, 33)]) == [
+        (0, 14), (14, 27), (14, 27), (28, 33),
+    ]  # fmt: skip
+    assert ends.closed(text, [(0, 14)]) == [(0, 14)]
+    # A beginning of text that also ends texts is an end.
+    same = "{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}"
+    assert TurnEnds(ChatTemplate(same), more).token == "<|endoftext|>"
