@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron_data import DataError, EmptySplitError
+from megatron_data import DataError, EmptySplitError, train_bpe
 from megatron_data._command import CommandError, Parser
 from megatron_data.cli import main
 from megatron_data.cli.bounds import Bounded
+from megatron_data.cli.main import build_parser
 from megatron_data.cli.tables import format_table
 from megatron_data.cli.trace import _place
 from megatron_data.cli.work import print_resumed, print_skipped
@@ -19,6 +20,7 @@ from megatron_data.plural import plural
 from megatron_data.preprocessing import BenchmarkReport, PhaseMeasurement
 from megatron_data.preprocessing.engine import PreprocessedDataset
 from megatron_data.preprocessing.manifest import Counts, Skipped
+from megatron_data.tokenizers import TemplateLimits
 
 Capture = pytest.CaptureFixture[str]
 
@@ -242,3 +244,85 @@ def test_only_an_error_without_a_file_name_gets_the_path() -> None:
             raise error
         assert raised.value.filename == filename
         assert raised.value.errno == error.errno
+
+
+def test_conversations_are_reported_with_what_the_loss_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    pytest.importorskip("jinja2")
+    train_bpe(["a b"], 260).save(tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text("{{ messages }}")
+    dataset = SimpleNamespace(resumed_chunks=0, skipped=Skipped(0, {}))
+    report = SimpleNamespace(
+        rows=1, conversations=2000, tokens=3000, loss_tokens=1500, truncated=1, dropped=1200,
+        without_loss=3, dataset=dataset,
+    )  # fmt: skip
+    seen: dict[str, Any] = {}
+
+    def run(*words: Any, **options: Any) -> Any:
+        seen.update(options, limits=words[3].limits)
+        return report
+
+    monkeypatch.setattr("megatron_data.preprocessing.conversations.tokenize_conversations", run)
+    words = ["--input", "a", "--tokenizer-model", str(tmp_path / "t"), "--output-prefix", "o"]
+    assert main(["tokenize-conversations", *words]) == 0
+    assert capsys.readouterr().out == (
+        "o_conversation: 2,000 conversations of 1 row, 3,000 tokens, 1,500 of them counted by the "
+        "loss; 1 truncated, 1,200 dropped, 3 without an answer\n"
+    )
+    assert seen == {
+        "loss": "assistant",
+        "max_tokens": None,
+        "over_length": "truncate",
+        "workers": 1,
+        "on_error": "fail",
+        "max_document_bytes": 33_554_432,
+        "progress": True,
+        "overwrite": False,
+        "limits": TemplateLimits(20_000_000, 1 << 26),
+    }
+
+
+def test_numbers_of_special_tokens_may_be_0(capsys: Capture) -> None:
+    for flag in ("--vocab-extra-ids", "--tiktoken-num-special-tokens"):
+        words = ["preprocess", "--input", "a", "--output-prefix", "b", flag]
+        assert build_parser().parse_args([*words, "0"]).input == ["a"]
+        assert main([*words, "-1"]) == 2
+        assert f"{flag} -1; give at least 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "expected", "shown"),
+    [
+        ([], "bpe", {"progress": False}, "300 tokens, sha256:1"),
+        (["--special-tokens", "<a>"], "unigram", {"special_tokens": ["<a>"]}, "300 tokens"),
+        (["--cased", "--min-frequency", "1"], "wordpiece",
+         {"lower_case": False, "min_frequency": 1}, "300 tokens"),
+        (["--vocab-size", "301"], "bpe", {}, "300 tokens (the text gives at most 300), sha256:1"),
+    ],
+)  # fmt: skip
+def test_options_of_training_are_passed_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path,
+    options: list[str], kind: str, expected: dict[str, Any], shown: str,
+) -> None:  # fmt: skip
+    seen: dict[str, Any] = {}
+    saved: list[Path] = []
+    made = SimpleNamespace(vocab_size=300, fingerprint="sha256:1", save=saved.append)
+
+    def train(texts: Any, size: int, **given: Any) -> Any:
+        seen.update(given)
+        return made
+
+    monkeypatch.setattr(f"megatron_data.tokenizers.training.train_{kind}", train)
+    words = ["train-tokenizer", "--input", "a", "--output", str(tmp_path / "o"), "--kind", kind]
+    assert main([*words, "--vocab-size", "300", *options]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'o'}: {shown}")
+    assert seen == {"progress": False, **expected} and saved == [tmp_path / "o"]
+
+
+def test_options_of_training_belong_to_a_kind(capsys: Capture) -> None:
+    words = ["train-tokenizer", "--input", "a", "--output", "o", "--vocab-size", "300", "--kind"]
+    for kind, option in (("bpe", "cased"), ("unigram", "cased"), ("unigram", "min-frequency")):
+        value = ["2"] if option == "min-frequency" else []
+        assert main([*words, kind, f"--{option}", *value]) == 2
+        assert f"--{option} does not go with --kind {kind}" in capsys.readouterr().err

@@ -12,7 +12,14 @@ import pytest
 from megatron_data import ByteTokenizer, DataError, IndexedDataset, preprocess
 from megatron_data.errors import TokenizerMismatchError
 from megatron_data.plural import plural
-from megatron_data.preprocessing import batches, merge, split, tokenize_image_pairs, trace
+from megatron_data.preprocessing import (
+    batches,
+    engine,
+    merge,
+    split,
+    tokenize_image_pairs,
+    trace,
+)
 from megatron_data.preprocessing.batches import batch_items, encode_or_fault
 from megatron_data.preprocessing.encoding import TextEncoder
 from megatron_data.preprocessing.engine import WorkOptions, run_job
@@ -120,6 +127,43 @@ def test_chunks_have_1_to_16_mebibytes_by_the_size_of_the_input(
         work = WorkOptions(chunk_bytes=given)
         run_job([source], str(tmp_path / "o"), encoder, work, "preprocess")
         assert asked.pop() == (expected, 99)
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_a_progress_bar_ends_at_the_size_of_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: bool
+) -> None:
+    """Finished chunks of an interrupted run count as well."""
+    bars: list[Any] = []
+
+    class Bar(engine.tqdm):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            self.options, self.steps, self.closed = options, [], 0
+            bars.append(self)
+
+        def update(self, n: float | None = 1) -> None:
+            self.steps.append(n)
+
+        def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+            assert s.endswith(" tokens/s")
+
+        def close(self) -> None:
+            self.closed += 1
+
+    monkeypatch.setattr(engine, "tqdm", Bar)
+    path = tmp_path / "a.jsonl"
+    options: dict[str, Any] = {"chunk_bytes": 30, "progress": progress}
+    for content in ('{"text": "a"}\n' * 5 + "no\n", '{"text": "a"}\n' * 6):
+        path.write_text(content)
+        try:
+            made = preprocess([path], tmp_path / "o", ByteTokenizer(), **options)
+        except DataError as error:
+            assert "a.jsonl:6: not JSON" in str(error)
+    assert (made[0].chunks, made[0].resumed_chunks) == (3, 2)
+    assert sum(bars[1].steps) == bars[1].options["total"] == made[0].bytes_read == 84
+    assert bars[1].options["desc"] == "preprocess"
+    assert bars[1].options["disable"] is (None if progress else True)
+    assert bars[0].closed == bars[1].closed == 1
 
 
 @pytest.mark.parametrize(

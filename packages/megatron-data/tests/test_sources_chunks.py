@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import hashlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ from megatron_data.sources.failures import MissingError, TransferError, storage_
 from megatron_data.sources.json_lines import JsonLines, LinesChunk
 from megatron_data.sources.opening import open_sources, reopen
 from megatron_data.sources.parallel_lines import ParallelLines
-from megatron_data.sources.protocol import BrokenChunk, Fault, Item, check_reread
+from megatron_data.sources.protocol import BrokenChunk, Fault, Item, Span, check_reread
 from megatron_data.sources.remote import RemoteFile, read_blocks, read_if_there
-from megatron_data.sources.storage import stat
+from megatron_data.sources.storage import relative_path, stat
 from megatron_data.sources.streams import Stream, split_suffix
 from megatron_data.sources.text_files import TextFile, TextFiles
 from megatron_data.sources.urls import is_local, without_scheme
@@ -391,3 +392,29 @@ def test_a_recorded_source_is_opened_as_the_same_kind(tmp_path: Path) -> None:
     record = sources[0].record() | {"json_keys": ["text"], "files": 1}
     with pytest.raises(DataError, match="is another kind of input now"):
         reopen(record)
+
+
+def test_a_chunk_has_a_mebibyte_unless_another_size_is_given(tmp_path: Path) -> None:
+    line = json.dumps({"text": "x" * 400_000}).encode() + b"\n"
+    path = write(tmp_path / "a.jsonl", line * 5)
+    assert [chunk.span.units for chunk in JsonLines(path).chunks()] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 5, 11, 1000])
+def test_one_byte_more_than_allowed_is_kept_of_a_line(tmp_path: Path, chunk_bytes: int) -> None:
+    lines = [b"abc", b"abcd", b"", b"abcdefghij", b"k" * 30, b"lmn", b"opqrst"]
+    paths = [write(tmp_path / "a", b"\n".join(lines)), write(tmp_path / "b", b"\n" * 7)]
+    chunks = list(ParallelLines(paths).chunks(chunk_bytes, 3))
+    kept = b"".join(chunk.data[0] for chunk in chunks).split(b"\n")
+    assert kept == [line[:4] for line in lines]
+    found = [item for chunk in chunks for item in chunk.items("ab", 3)]
+    assert [isinstance(item, Item) for item in found] == [len(line) <= 3 for line in lines]
+    again = ParallelLines(paths).chunk_at(Span(0, 0, 4, 3), 3)
+    assert again.data == (b"abcd\nkkkk\nlmn\n", b"\n\n\n")
+    assert (again.span, again.stored) == ((0, 0, 4, 3), 0)
+
+
+def test_paths_are_relative_to_their_folder() -> None:
+    for folder in ("memory://a/b", "memory://a/b/"):
+        assert relative_path("memory://a/b/c/d.txt", folder) == "c/d.txt"
+    assert relative_path("/a/b/c.txt", "/a") == "b/c.txt"

@@ -220,8 +220,13 @@ def test_invalid_urls_and_caches_are_reported(
     with pytest.raises(DataError, match=r"memory://bucket/d.idx has 0 bytes"):
         IndexedDataset(remote[1], cache(tmp_path))
 
-    with pytest.raises(DataError, match="a limit of at least one block"):
-        StorageCache("x", 10, 5)
+    for wrong in ((10, 9), (0, 5), (-1, 5)):
+        with pytest.raises(DataError, match="a limit of at least one block"):
+            StorageCache(str(tmp_path), *wrong)
+    assert StorageCache(str(tmp_path), 1, 1).limit_bytes == 1
+    usual = StorageCache(str(tmp_path))
+    assert usual.block_bytes == 4 << 20
+    assert usual.limit_bytes == usual.index_limit_bytes == 64 << 30
 
 
 def test_least_recently_used_indices_are_removed_and_each_has_a_lock(

@@ -115,6 +115,10 @@ def test_the_listing_of_a_folder_in_a_manifest_is_limited(
         found = trace(dataset(place, files=3), document=0)
         assert found.inexact_reason == f"{place} holds more than 16 files and folders"
         assert len(visited) < 3
+    with monkeypatch.context() as patch:  # a manifest may name any number of files
+        patch.setattr(opening, "_MAX_ENTRIES", 4)
+        found = trace(dataset(f"{tmp_path}/deep", files=10**12), document=0)
+        assert found.inexact_reason == f"{tmp_path}/deep holds more than 14 files and folders"
     assert "has changed" in str(
         trace(dataset(f"{tmp_path}/deep", files=40), document=0).inexact_reason
     )
