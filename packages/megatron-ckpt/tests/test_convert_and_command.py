@@ -335,6 +335,20 @@ def test_a_model_without_family_is_exported_as_the_one_that_others_defer_to(
     assert capsys.readouterr().err.endswith("toy is the only one that fits\n")
 
 
+def test_the_three_nearest_families_name_what_they_cannot_express(toy, tmp_path, monkeypatch):
+    lacking = {"a": ["1", "2", "3"], "b": ["4"], "c": ["5", "6"], "d": ["7", "8", "9", "10"]}
+    entries = []
+    for name, differences in lacking.items():
+        family = SimpleNamespace(**vars(toy) | {"name": name})
+        family.differences = lambda config, found=differences: found
+        entries.append(SimpleNamespace(name=name, load=lambda family=family: family))
+    monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: entries)
+    with pytest.raises(CheckpointError) as caught:
+        export_hf(save_toy(tmp_path / "run"), tmp_path / "back")
+    words = "express the model: b has 4; c has 5 and 1 more; a has 1 and 2 more"
+    assert str(caught.value).endswith(words)
+
+
 def test_an_architecture_of_two_families_needs_a_choice(toy, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: twice(toy))
     line = ["convert", "--from-hf", str(folder), str(tmp_path / "one")]

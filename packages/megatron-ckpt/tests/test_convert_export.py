@@ -1,5 +1,6 @@
 """What an import or export tells and writes: sizes, files of weights, settings, and listings."""
 
+import inspect
 import json
 
 import pytest
@@ -13,7 +14,7 @@ from megatron_ckpt import (
     export_hf,
     import_hf,
 )
-from megatron_ckpt.cli import main
+from megatron_ckpt.cli import _size, build_parser, main
 from megatron_ckpt.coordinator import map_reduce
 from safetensors.torch import load_file, save_file
 
@@ -141,6 +142,13 @@ def test_the_command_takes_iterations_and_sizes(folder, tmp_path, capsys):
     assert "iteration   0\n" in capsys.readouterr().out
 
 
+def test_files_of_weights_have_5_gb_unless_another_size_is_given():
+    words = ["convert", "a", "b"]
+    assert build_parser().parse_args(words).max_shard_gb == 5.0
+    default = inspect.signature(export_hf).parameters["max_shard_bytes"].default
+    assert default == 5_000_000_000
+
+
 SIZES = [
     (1, "1 B"),
     (1023, "1023 B"),
@@ -158,6 +166,14 @@ def test_sizes_are_shown_in_powers_of_1024(tmp_path, capsys, size, shown):
     out = capsys.readouterr().out
     assert f"model: 1 tensors, {size:,} elements, {shown}\n" in out
     assert out.endswith(f"  w  U8    {size:<18} {shown}\n")
+
+
+def test_no_unit_is_larger_than_gibibytes():
+    assert [_size(count) for count in (1024**3 - 1024**2, 1024**3, 3 << 40)] == [
+        "1023.0 MiB",
+        "1.0 GiB",
+        "3072.0 GiB",
+    ]
 
 
 def test_a_listing_shows_groups_layers_and_files_in_columns(tmp_path, capsys):

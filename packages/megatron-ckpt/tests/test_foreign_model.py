@@ -1,6 +1,7 @@
 """Models of other formats without a checkpoint: parts of tensors, names, and settings of files."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -40,6 +41,26 @@ def test_boxes_are_read_and_their_bytes_reported(toy, folder):
     model.check_shapes({"word": [5, 2], "layers.0.w": [6, 2], "layers.1.w": [6, 2]})
     with pytest.raises(CheckpointError, match="word"):
         model.check_shapes({"word": [5, 3], "layers.0.w": [6, 2], "layers.1.w": [6, 2]})
+
+
+@pytest.mark.parametrize(
+    ("step", "shape"),
+    [
+        (("stack", {"dim": 0}), (2, 3, 2)),
+        (("interleave", {"dim": 0, "blocks": 3}), (6, 2)),
+        (("concat", {"dim": 0}), (6, 2)),
+    ],
+)
+def test_a_rank_may_hold_no_element_of_a_tensor(toy, folder, step, shape):
+    rows = [("word", ["net.word"], []), ("layers.{i}.w", ["net.{i}.a", "net.{i}.b"], [step])]
+    toy.active_rows = lambda config: rows
+    filled = []
+    for dim in range(len(shape)):
+        offsets = tuple(extent if at == dim else 0 for at, extent in enumerate(shape))
+        lengths = tuple(0 if at == dim else extent for at, extent in enumerate(shape))
+        view = View(torch.empty(lengths), shape, offsets, lengths)
+        ForeignModel(folder).load_tensors({"layers.1.w": [view]}, progress=filled.append)
+    assert filled == [0] * len(shape)
 
 
 def test_names_that_are_not_there_are_shown_with_the_nearest(toy, folder):
@@ -184,6 +205,10 @@ def test_a_missing_file_of_settings_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="is missing"):
         read_json(tmp_path / "file", "config.json")
+    (tmp_path / "config.json").touch()
+    os.truncate(tmp_path / "config.json", (100 << 20) + 1)  # without content on the disk
+    with pytest.raises(CheckpointError, match=r"104857601 bytes; the limit .* is 104857600$"):
+        read_json(tmp_path, "config.json")
 
 
 def test_entries_of_an_unknown_form_are_no_special_tokens():

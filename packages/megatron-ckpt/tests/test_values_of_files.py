@@ -104,6 +104,10 @@ def test_files_are_read_up_to_a_limit(tmp_path):
     assert read_bytes(tmp_path, "a", 5) == b"12345" and file_size(tmp_path, "a") == 5
     with pytest.raises(CheckpointError, match="has 5 bytes; the limit for such files is 4"):
         read_bytes(tmp_path, "a", 4)
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", (1 << 30) + 1)  # without content on the disk
+    with pytest.raises(CheckpointError, match=r"1073741825 bytes; the limit .* is 1073741824$"):
+        read_bytes(tmp_path, "large")
     (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match="folder is a directory, not a regular file"):
         locate(tmp_path, "folder")

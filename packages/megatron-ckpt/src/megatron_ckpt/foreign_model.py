@@ -165,7 +165,8 @@ class ForeignModel:
 
             for view in views:
                 box = Box(tuple(view.offsets), tuple(view.lengths))
-                view.tensor.detach().copy_(row.read_box(name, box, meta, get))
+                if box.numel:  # operations such as stacking have no empty boxes
+                    view.tensor.detach().copy_(row.read_box(name, box, meta, get))
                 progress(box.numel * self.tensors[name].item_size)
 
 
