@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,14 @@ from megatron_ckpt import (
 )
 from megatron_ckpt.store import checkpoint as checkpoint_module
 from megatron_ckpt.store import lock
-from megatron_ckpt.store.blocks import BlockReader, BlockWriter, copy_file, digest, write_file
+from megatron_ckpt.store.blocks import (
+    BlockReader,
+    BlockWriter,
+    FileRecord,
+    copy_file,
+    digest,
+    write_file,
+)
 from megatron_ckpt.store.checkpoint import CheckpointTensors
 from megatron_ckpt.store.directory import (
     entries,
@@ -242,7 +250,12 @@ def test_what_can_be_imported_differs_from_checkpoints(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "holder"),
-    [(b"", "unknown"), (b" \n", "unknown"), (b"pid 3\non\x1b[1m a", "pid 3 on [1m a")],
+    [
+        (b"", "unknown"),
+        (b" \n", "unknown"),
+        (b"pid 3\non\x1b[1m a", "pid 3 on [1m a"),
+        (b"x" * 501, "x" * 500),
+    ],
 )
 def test_the_holder_of_a_lock_is_one_printable_line(tmp_path, content, holder):
     (tmp_path / ".run.lock").touch()
@@ -277,3 +290,15 @@ def test_a_directory_is_being_written_only_while_its_lock_is_held(tmp_path):
     assert not lock.is_being_written(tmp_path) and opened() == before
     with lock.run_lock(tmp_path):
         assert (tmp_path / ".run.lock").read_text().endswith(" UTC\n")  # without a command
+
+
+def test_a_file_of_more_than_a_gibibyte_is_not_read_into_memory(tmp_path):
+    path = save(tmp_path)
+    manifest = Checkpoint(path).manifest
+    for size, error, words in (
+        ((1 << 30) + 1, CheckpointError, "large has 1073741825 bytes; the limit .* 1073741824$"),
+        (1 << 30, FileNotFoundError, "large"),  # within the limit, so it is looked for
+    ):
+        files = {**manifest.files, "large": FileRecord(size, ("0" * 32,) * 17)}
+        with pytest.raises(error, match=words):
+            Checkpoint(path, replace(manifest, files=files)).read_file("large")

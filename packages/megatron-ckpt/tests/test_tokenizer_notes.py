@@ -117,6 +117,49 @@ def test_the_model_of_a_class_replaces_that_of_the_file(
     }
 
 
+def split(pattern: dict, behavior: str) -> dict:
+    return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Roberta", "GPTNeoX", "Qwen2", "Cohere"])
+@pytest.mark.parametrize("space", [None, False, True])
+def test_classes_of_bytes_split_as_in_transformers(name: str, space: bool | None) -> None:
+    """No space is put before a text unless the settings demand it."""
+    settings = {} if space is None else {"add_prefix_space": space}
+    made = rebuilt(definition({"type": "Digits"}), f"{name}Tokenizer", settings)
+    parts = made["pre_tokenizer"].get("pretokenizers", [made["pre_tokenizer"]])
+    assert parts[-1] == {**BYTES, "add_prefix_space": space is True, "use_regex": name != "Qwen2"}
+    if name == "Qwen2":
+        assert parts[0] == split(parts[0]["pattern"], "Isolated")
+        assert parts[0]["pattern"]["Regex"].count("{N}|") == 1  # single digits
+    elif name == "Cohere":
+        assert parts[0] == {"type": "Digits", "individual_digits": True}
+    assert len(parts) == 1 + (name in ("Qwen2", "Cohere"))
+    normalized = name in ("GPTNeoX", "Qwen2", "Cohere")
+    assert made["normalizer"] == ({"type": "NFC"} if normalized else None)
+
+
+def test_classes_of_pieces_mark_spaces_as_in_transformers() -> None:
+    given = definition(BYTES)
+    made = rebuilt(given, "GemmaTokenizer", {})
+    assert made["normalizer"] == {
+        "type": "Replace",
+        "pattern": {"String": " "},
+        "content": "\u2581",
+    }
+    assert made["pre_tokenizer"] == split({"String": " "}, "MergedWithPrevious")
+    for name in ("LlamaTokenizer", "CodeLlamaTokenizer"):
+        for settings, scheme in (({}, "first"), ({"add_prefix_space": False}, "never")):
+            made = rebuilt(given, name, settings)
+            assert made["normalizer"] is None
+            assert made["pre_tokenizer"] == {
+                "type": "Metaspace",
+                "replacement": "\u2581",
+                "prepend_scheme": scheme,
+                "split": False,
+            }
+
+
 def test_only_models_of_pairs_are_rebuilt() -> None:
     given = definition({**BYTES, "add_prefix_space": True})
     for model in (None, [], {**given["model"], "type": "Unigram"}):
