@@ -14,7 +14,8 @@ from megatron_data import ByteTokenizer, DataError, preprocess, read_texts
 from megatron_data.sources.json_lines import JsonLines, LinesChunk
 from megatron_data.sources.opening import open_sources
 from megatron_data.sources.parquet import Parquet, RowsChunk
-from megatron_data.sources.protocol import BrokenChunk
+from megatron_data.sources.parquet_checksums import has_page_checksums
+from megatron_data.sources.protocol import BrokenChunk, Span
 from megatron_data.sources.streams import Stream
 
 zstandard = pytest.importorskip("zstandard")
@@ -246,3 +247,68 @@ def test_a_missing_extra_is_named(
     with pytest.raises(DataError, match=rf"megatron-data\[{extra}\]") as raised:
         preprocess([path], tmp_path / "o", ByteTokenizer())
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 200, 1000, 1 << 20])
+def test_rows_are_divided_by_the_uncompressed_size_in_the_metadata(
+    tmp_path: Path, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_table(tmp_path / "a.parquet", TEXTS, row_group_size=25)
+    metadata = parquet.read_metadata(path)
+    unpacked = sum(metadata.row_group(number).total_byte_size for number in range(3))
+    source = Parquet(str(path), ("text",))
+    chunks = list(source.chunks(chunk_bytes))
+    units = [chunk.span.units for chunk in chunks]
+    assert units[0] == min(max(chunk_bytes * 60 // unpacked, 1), 60)
+    assert sum(units) == 60 and max(units) == units[0]
+    assert [chunk.span.first for chunk in chunks] == [1 + sum(units[:n]) for n in range(len(units))]
+    assert [chunk.stored for chunk in chunks] == [source.size * count // 60 for count in units]
+    monkeypatch.setattr("megatron_data.sources.parquet._REREAD_ROWS", 4)
+    for first, count in ((1, 60), (1, 4), (4, 1), (4, 2), (5, 4), (7, 11), (60, 1)):
+        again = source.chunk_at(Span(0, 0, first, count))
+        assert again.table.column("text").to_pylist() == TEXTS[first - 1 : first - 1 + count]
+        assert (again.span, again.stored) == ((0, 0, first, count), 0)
+    with pytest.raises(DataError, match="has 60 rows, fewer than before; it was changed"):
+        source.chunk_at(Span(0, 0, 60, 2))
+
+
+def test_the_size_of_a_row_is_that_of_its_texts_or_of_its_json(tmp_path: Path) -> None:
+    table = pyarrow.table({"a": ["xé", "y"], "b": [["p", "q"], ["r"]], "c": [None, 7]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (chunk,) = Parquet(str(tmp_path / "a.parquet"), ("a", "b", "c")).chunks()
+    one, two = chunk.items(["a", "b"], 5)  # "é" has two bytes
+    assert (one.number, one.offset, one.size, one.texts) == (1, None, 5, [["xé"], ["p", "q"]])
+    assert (two.number, two.size) == (2, 2)
+    fault, two = chunk.items(["a", "b"], 4)
+    assert fault[2:] == (
+        "a document of 5 bytes, more than --max-document-bytes 4",
+        *(str(tmp_path / "a.parquet"), 1, None, None),
+    )
+    size = len('{"a":"xé","b":["p","q"]}'.encode())
+    row, other = chunk.rows(size)
+    assert (row.values, row.size, row.number) == ({"a": "xé", "b": ["p", "q"]}, size, 1)
+    assert other.values == {"a": "y", "b": ["r"], "c": 7}
+    fault, _ = chunk.rows(size - 1)
+    assert (fault.location, fault.size) == (f"{tmp_path / 'a.parquet'}, row 1", size)
+
+
+def test_page_checksums_are_those_of_the_columns_that_are_read(tmp_path: Path) -> None:
+    found = {}
+    for checksums in (True, False):
+        path = write_table(tmp_path / "a.parquet", TEXTS * 30, write_page_checksum=checksums)
+        with path.open("rb") as file:
+            file.seek(7)
+            found[checksums] = has_page_checksums(file, parquet.read_metadata(path), ["id", "text"])
+            assert file.tell() == 7
+            assert has_page_checksums(file, parquet.read_metadata(path), ["none"])
+    assert found == {True: True, False: False}
+    tables = [pyarrow.table({"text": pyarrow.array(texts, "string")}) for texts in ([], ["a"])]
+    for number in (1, 2):  # an empty row group alone, and before one with a row
+        path = tmp_path / f"{number}.parquet"
+        with parquet.ParquetWriter(path, tables[0].schema) as writer:
+            for table in tables[:number]:
+                writer.write_table(table)
+        metadata = parquet.read_metadata(path)
+        assert (metadata.num_row_groups, metadata.num_rows) == (number, number - 1)
+        with path.open("rb") as file:
+            assert has_page_checksums(file, metadata, ["text"]) is (number == 1)

@@ -30,10 +30,11 @@ def has_page_checksums(file: BinaryIO, metadata: Any, columns: Sequence[str]) ->
 
 
 def _first_pages(metadata: Any, columns: Sequence[str]) -> list[int]:
-    """Returns the offset of the first page of each column in the first row group."""
-    if not metadata.num_row_groups:
+    """Returns the offset of the first page of each column in the first row group with rows."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    group = next((group for group in groups if group.num_rows), None)
+    if group is None:
         return []
-    group = metadata.row_group(0)
     chunks = [group.column(number) for number in range(group.num_columns)]
     return [
         chunk.dictionary_page_offset or chunk.data_page_offset
