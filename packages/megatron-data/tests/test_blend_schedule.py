@@ -122,3 +122,32 @@ def test_refusals() -> None:
     with pytest.raises(IndexError, match="sample 10 is out of range; there are 10 samples"):
         BlendSchedule([WeightChange(0, {"a": 1})], 10)[10]
     assert BlendSchedule([WeightChange(0, {"a": 1})], 10)[9] == BlendEntry(0, 9)
+
+
+@pytest.mark.parametrize(
+    ("shares", "bound"),
+    [
+        ([5], 0.0),
+        ([1, 3], 1 / 2),
+        ([1, 1, 1], 1 / 2 * 1 / 2 + 1 / 2),  # one source, and a node of two
+        ([1, 2, 4], 2 / 3 * 1 / 2 + 1 / 2),  # the second of a node of one third and two thirds
+        ([1, 2, 3, 20], 2 / 3 * (1 / 2 * 1 / 2 + 1 / 2) + 1 / 2),
+    ],
+)
+def test_the_bound_of_the_error_by_hand(shares: list[float], bound: float) -> None:
+    """Each node adds half a sample to the share of the error of its parent."""
+    assert Apportionment(shares).max_error() == pytest.approx(bound)
+    with pytest.raises(IndexError, match="sample -1 of a blend; give at least 0"):
+        Apportionment(shares)[-1]
+
+
+def test_a_schedule_may_have_no_sample() -> None:
+    empty = BlendSchedule([WeightChange(0, {"a": 1, "b": 2})], 0)
+    assert (len(empty), empty.counts(), empty.sources) == (0, [0, 0], ("a", "b"))
+    changes = [WeightChange(0, {"a": 1}), WeightChange(5, {"b": 1})]
+    assert BlendSchedule(changes, 5).counts() == [5, 0]  # the change comes after the last sample
+    assert BlendSchedule(changes, 6).counts() == [5, 1]
+    with pytest.raises(DataError, match="num_samples -1 of a blend; give at least 0"):
+        BlendSchedule(changes, -1)
+    with pytest.raises(IndexError, match="sample -1 is out of range; there are 5 samples"):
+        BlendSchedule(changes, 5)[-1]

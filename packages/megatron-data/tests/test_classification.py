@@ -205,3 +205,62 @@ def test_wrong_rows_are_refused(tokenizer):
             ([], None, None), tokenizer=tokenizer, classes=["x"], sequence_length=8
         )
     assert np.asarray(ClassificationDataset(data, tokenizer, {"x": 0, "y": 1}, 5)[1]["tokens"]).size
+
+
+class Letters:
+    """A tokenizer of letters from 10 on, with the named special tokens."""
+
+    def __init__(self, bos_id=None, eod_id=None, pad_id=None, **named):
+        self.bos_id, self.eod_id, self.pad_id, self.named = bos_id, eod_id, pad_id, named
+
+    def token_id(self, name):
+        return self.named.get(name)
+
+    def encode(self, text):
+        return [10 + ord(letter) - ord("a") for letter in text]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens", "types"),
+    [
+        (Letters(0, 2, 1, **{"<s>": 0, "</s>": 2, "<mask>": 4}),
+         [0, 10, 11, 2, 2, 12, 2, 1, 1], [0] * 9),  # RoBERTa
+        (Letters(5, 6, **{"<s>": 5, "</s>": 6}), [5, 10, 11, 6, 12, 6, 0, 0, 0], [0] * 9),
+        (Letters(5, 6, 1, **{"<s>": 5, "<mask>": 4}), [5, 10, 11, 6, 12, 6, 1, 1, 1], [0] * 9),
+        (Letters(6, 6, 1), [10, 11, 6, 12, 6, 1, 1, 1, 1], [0] * 9),
+        (Letters(None, 6), [10, 11, 6, 12, 6, 0, 0, 0, 0], [0] * 9),
+        (Letters(None, 6, **{"[CLS]": 2}), [10, 11, 6, 12, 6, 0, 0, 0, 0], [0] * 9),
+        (Letters(None, 6, **{"[SEP]": 3}), [10, 11, 6, 12, 6, 0, 0, 0, 0], [0] * 9),
+        (Letters(None, 6, 7, **{"[CLS]": 2, "[SEP]": 3}),
+         [2, 10, 11, 3, 12, 3, 7, 7, 7], [0, 0, 0, 0, 1, 1, 0, 0, 0]),
+    ],
+)  # fmt: skip
+def test_the_special_tokens_follow_from_the_tokenizer(tokenizer, tokens, types):
+    dataset = ClassificationDataset(rows((("ab", "c"), "x")), tokenizer, {"x": 0}, 9)
+    sample = dataset[0]
+    last = len(tokens) - 1 - tokens[::-1].index(12) + 1
+    assert (sample["tokens"].tolist(), sample["token_types"].tolist()) == (tokens, types)
+    assert sample["last_tokens"] == last and sample["positions"].tolist() == list(range(9))
+    assert sample["document_ids"].tolist() == [0] * (last + 1) + [-1] * (8 - last)
+    whole = ClassificationDataset(rows((("ab", "c"), "x")), tokenizer, {"x": 0}, last + 1)
+    assert whole[0]["tokens"].tolist() == tokens[: last + 1]  # it just fits
+
+
+def test_a_tokenizer_without_an_end_of_texts_is_refused():
+    with pytest.raises(
+        DataError, match=r"neither \[CLS\] and \[SEP\] nor an end-of-document token"
+    ):
+        ClassificationDataset(rows((("a",), "x")), Letters(5), {"x": 0}, 9)
+
+
+def test_an_order_is_that_of_the_seed_and_the_epoch(tokenizer):
+    data = rows(*(((word,), word) for word in WORDS[:6]))
+    classes = {word: number for number, word in enumerate(WORDS)}
+    dataset = ClassificationDataset(data, tokenizer, classes, 8, 12, 5)
+    for epoch in range(2):
+        order = np.random.default_rng((5, epoch)).permutation(6).tolist()
+        found = [int(dataset[6 * epoch + at]["classes"]) for at in range(6)]
+        assert found == [classes[WORDS[at]] for at in order]
+    assert len(ClassificationDataset(data, tokenizer, classes, 8)) == 6
+    with pytest.raises(IndexError, match="sample -1 is out of range; there are 12 samples"):
+        dataset[-1]

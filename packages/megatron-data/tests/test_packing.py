@@ -108,7 +108,13 @@ def test_packed_samples(write_dataset: Write) -> None:
 def test_refusals() -> None:
     with pytest.raises(EmptySplitError, match="holds no token"):
         Packing(np.zeros(4, np.int32), 8)
-    for capacity in (0, 70_000):
+    assert len(Packing(np.ones(4, np.int32), 65_536)) == 1
+    assert len(Packing(np.ones(4, np.int32), 1)) == 4
+    order = PackedOrder(np.ones(4, np.int32), (0, 4), sequence_length=1, seed=3, num_samples=3)
+    for sample in (-1, 3):
+        with pytest.raises(IndexError, match=f"sample {sample} is out of range; there are 3 samp"):
+            order.spans(sample)
+    for capacity in (0, 65_537):
         with pytest.raises(DataError, match=f"sample length {capacity}; packing supports"):
             Packing(np.ones(4, np.int32), capacity)
     with pytest.raises(IndexError, match="sample 1 is out of range; there are 1 samples"):

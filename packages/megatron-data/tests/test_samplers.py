@@ -3,7 +3,8 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_data import DataError, SequentialSampler
+from megatron_data import DataError, SequentialSampler, ShuffledSampler
+from megatron_data.order.permutation import Permutation, hash_integers
 
 
 def steps(total: int, consumed: int, micro: int, ranks: int) -> list[list[int]]:
@@ -61,8 +62,22 @@ def test_megatrons_example() -> None:
         ((10, 11, 1, 0, 1), "11 samples are consumed, but the dataset has 10"),
         ((10, 0, 0, 0, 1), "micro-batch size 0"),
         ((10, 0, 1, 2, 2), "rank 2 of 2"),
+        ((10, 0, 1, -1, 2), "rank -1 of 2"),
     ],
 )
 def test_invalid_numbers_are_refused(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(DataError, match=message):
         SequentialSampler(*arguments)
+
+
+def test_a_sampler_has_one_rank_one_epoch_and_the_seed_1234_by_default() -> None:
+    assert list(SequentialSampler(5, 0, 2)) == [[0, 1], [2, 3]]
+    assert list(SequentialSampler(1, 0, 1)) == [[0]]
+    assert len(SequentialSampler(10, 10, 1)) == 0  # a finished run
+    order = Permutation(5, hash_integers(1234, 0))
+    assert list(ShuffledSampler(5, 0, 5)) == [[order[number] for number in range(5)]]
+    assert len(ShuffledSampler(5, 0, 2)) == 2
+    other = Permutation(5, hash_integers(1234, 1))
+    # The last sample of an epoch and the first of the next are one step of two ranks.
+    two = [list(ShuffledSampler(5, 4, 1, rank, 2, epochs=2)) for rank in range(2)]
+    assert two[0][0] == [order[4]] and two[1][0] == [other[0]]

@@ -1,10 +1,13 @@
-"""Target lengths of samples of sentences, with draws of numpy's Mersenne Twister."""
+"""Samples of sentences and of rows by hand; target lengths with draws of numpy's twister."""
 
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
-from megatron_data.order.sentences import _targets
+from megatron_data import EmptySplitError
+from megatron_data.order.rows import RowOrder
+from megatron_data.order.sentences import _targets, block_map, sentence_map
 
 
 @pytest.mark.parametrize(("probability", "every"), [(0.0, 0), (1.0, 1), (0.1, 10), (0.4, 3)])
@@ -15,3 +18,69 @@ def test_one_target_in_so_many_is_shorter(probability: float, every: int) -> Non
     draws = bits.random_raw(20_000).tolist()
     expected = [2 + draw % 127 if every and draw % every == 0 else 128 for draw in draws]
     assert list(islice(_targets(7, 128, probability), 20_000)) == expected
+
+
+def bounds(*ends: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    return np.array([0, *ends], np.int64)
+
+
+def test_a_sentence_has_at_most_512_tokens_unless_it_is_a_whole_document() -> None:
+    """As in Megatron, whose BERT and T5 check only documents of several sentences."""
+
+    def rows(*lengths: int, least: int = 1) -> list[list[int]]:
+        table = np.array(lengths, np.int32)
+        found = sentence_map(
+            bounds(len(lengths)), table, max_length=1000, short_probability=0, seed=1,
+            min_sentences=least,
+        )  # fmt: skip
+        return found.tolist()
+
+    assert rows(5, 512, 5) == [[0, 3, 1000]]
+    assert rows(600) == [[0, 1, 1000]]
+    for lengths, least in (((5, 513, 5), 1), ((5,), 2)):
+        with pytest.raises(EmptySplitError, match=f"none of 1 documents has at least {least} sent"):
+            rows(*lengths, least=least)
+    titles = np.zeros(1, np.int32)
+    for one in (False, True):
+        with pytest.raises(EmptySplitError, match=r"none of them longer than 512 tokens"):
+            block_map(bounds(1), np.array([513], np.int32), titles, max_length=9, seed=1,
+                      use_one_sentence_blocks=one)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "samples", "blocks"),
+    [
+        (False, None, [[0, 3, 0, 0], [3, 5, 1, 1], [5, 7, 1, 2]]),
+        (True, None, [[0, 2, 0, 0], [2, 3, 0, 1], [3, 4, 1, 2], [4, 5, 1, 3], [5, 7, 1, 4]]),
+        (False, 4, [[0, 3, 0, 0], [3, 5, 1, 1], [5, 7, 1, 2]] * 2),
+        (False, 3, [[0, 3, 0, 0], [3, 5, 1, 1], [5, 7, 1, 2]]),
+    ],
+)
+def test_blocks_by_hand(one: bool, samples: int | None, blocks: list[list[int]]) -> None:
+    """With its title of 2 a block of the first document has 13 tokens, if enough sentences follow.
+
+    The title of the second document has 7 of the 13. Blocks are numbered in each epoch.
+    """
+    lengths = np.array([5, 6, 7, 6, 6, 1, 1], np.int32)
+    found = block_map(
+        bounds(3, 7), lengths, np.array([2, 7], np.int32), max_length=13, seed=1,
+        num_samples=samples, use_one_sentence_blocks=one,
+    )  # fmt: skip
+    assert sorted(found.tolist()) == sorted(blocks)
+
+
+def test_rows_of_conversations_by_hand() -> None:
+    lengths, ends = np.array([3, 4, 2, 6, 1], np.int32), bounds(2, 3, 5)
+    order = RowOrder(ends, lengths, (0, 3), sequence_length=6, num_samples=5)
+    assert (len(order), order.truncated, order.sample_length) == (5, 2, 7)
+    assert order.spans(0) == order.spans(3) == [(0, 0, 3), (1, 0, 3)]
+    assert order.spans(1) == order.spans(4) == [(2, 0, 2)]
+    assert order.spans(2) == [(3, 0, 6)]
+    whole = RowOrder(ends, lengths, (1, 3), sequence_length=7)
+    assert (len(whole), whole.truncated) == (2, 0)
+    assert [whole.spans(number) for number in range(2)] == [[(2, 0, 2)], [(3, 0, 6), (4, 0, 1)]]
+    for sample in (-1, 2):
+        with pytest.raises(IndexError, match=f"sample {sample} is out of range; there are 2"):
+            whole.spans(sample)
+    with pytest.raises(EmptySplitError, match="the split holds no document"):
+        RowOrder(ends, lengths, (1, 1), sequence_length=7)

@@ -88,3 +88,41 @@ def test_cyclic_numbers_by_hand() -> None:
         CyclicSampler(9, 3, 2, 1, 2)
     with pytest.raises(DataError, match="one step takes 4"):
         CyclicSampler(3, 0, 2, 1, 2)
+
+
+def test_cyclic_numbers_of_one_order_for_all_ranks_by_hand() -> None:
+    """Rank r of 2 takes every second sample of torch's order of the seed of the epoch."""
+    for epoch in range(2):
+        order = torch.randperm(10, generator=torch.Generator().manual_seed(epoch)).tolist()
+        for rank in range(2):
+            # 11 samples are 5 micro-batches of 2, of which 2 steps of 2 ranks take 4.
+            sampler = CyclicSampler(11, 8 * epoch, 2, rank, 2, data_sharding=False)
+            own = order[rank::2]
+            assert len(sampler) == 2
+            assert list(sampler) == [own[:2], own[2:4]]
+            assert sampler.state_dict() == {"consumed_samples": 8 * (epoch + 1)}
+            resumed = CyclicSampler(11, 8 * epoch + 4, 2, rank, 2, data_sharding=False)
+            assert len(resumed) == 1
+            assert list(resumed) == [order[4:][rank::2][:2]]
+
+
+def test_a_cyclic_sampler_has_one_rank_and_shards_unless_it_is_given_more() -> None:
+    assert list(CyclicSampler(5, 0, 2)) == list(CyclicSampler(5, 0, 2, 0, 1, data_sharding=True))
+    assert CyclicSampler(9, 0, 2, 1, 2).data_sharding
+    assert len(CyclicSampler(4, 0, 2, 0, 2)) == 1  # one step
+    sampler = CyclicSampler(9, 0, 2, 1, 2)
+    next(iter(sampler))
+    assert sampler.state_dict() == {"consumed_samples": 4} and len(sampler) == 1
+
+
+def test_workers_of_a_loader_stay_and_prefetch_2_batches_unless_asked_otherwise() -> None:
+    dataset, sampler = [{"tokens": np.arange(4)}], SequentialSampler(1, 0, 1)
+
+    def settings(**options: int) -> tuple[object, ...]:
+        loader = data_loader(dataset, sampler, **options)  # type: ignore[arg-type]
+        names = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
+        return tuple(getattr(loader, name) for name in names)
+
+    assert settings() == (0, None, False, False)
+    assert settings(workers=1) == (1, 2, True, False)
+    assert settings(workers=2, prefetch=5, pin_memory=True) == (2, 5, True, True)
