@@ -53,6 +53,9 @@ def test_all_objects_are_loaded_with_one_search(monkeypatch):
     monkeypatch.setattr(extensions, "entry_points", lambda group: searches.append(group) or [])
     assert list(products.load_instances(ProductKind)) == ["lora"]
     assert searches == [GROUP] * 2
+    assert products.load_instance("lora", ProductKind).name == "lora"
+    with pytest.raises(KeyError, match=r"'circle' of some\.group is math:tau, which is not a P"):
+        SHAPES.load_instance("circle", ProductKind)
 
 
 def test_installed_distributions_are_searched_again_only_after_a_change(tmp_path, monkeypatch):
@@ -84,6 +87,10 @@ def test_a_name_that_cannot_be_loaded_is_reported_in_one_line(bring):
     bring(angel="math:pi", broken="math:absent", gone="no_such_module:it")
     with pytest.raises(KeyError, match=r"no shape 'angle'; did you mean 'angel'\?; installed are "):
         SHAPES.find("angle")
+    nothing = Extensions("another.group", "shape", KeyError)
+    assert nothing.unknown_name_message("a", "flag a") == (
+        "no shape flag a; installed are none; install the distribution that provides it"
+    )
     for name in ("broken", "gone"):
         with pytest.raises(KeyError, match=f"the shape '{name}' is .*, which cannot be imported:"):
             SHAPES.load(name)

@@ -1,12 +1,14 @@
 """The device guard for a machine without a GPU: its compilation, its errors, its coverage."""
 
 import ast
+import ctypes
 import os
 import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from megatron_parallel.imagined import NoGuardError, guard, load_guard
@@ -38,6 +40,109 @@ def test_a_failing_compiler_is_reported_with_its_output(torch_folder, tmp_path):
     expected = f"{os.fspath(compiler)} cannot compile guard.cpp: unknown option -std=c++20"
     assert str(caught.value).startswith(expected)
     assert list((tmp_path / "cache" / "megatron-parallel").iterdir()) == []
+
+
+COMPILER = """#!/bin/sh
+echo "$@" > "$0.line"
+while [ "$1" != -o ]; do shift; done
+echo compiled > "$2"
+"""
+
+
+def test_the_guard_is_compiled_once_for_each_torch(torch_folder, tmp_path, monkeypatch):
+    compiler = tmp_path / "clang++"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    library = guard._compiled(torch_folder)
+    assert library.parent == tmp_path / "cache" / "megatron-parallel"
+    assert library.read_text() == "compiled\n" and list(library.parent.iterdir()) == [library]
+    line = (tmp_path / "clang++.line").read_text()
+    assert f"-I{torch_folder}/include " in line and f"-L{torch_folder}/lib -ltorch_cpu" in line
+    compiler.unlink()
+    assert guard._compiled(torch_folder) == library
+    with pytest.raises(NoGuardError, match="no C"):
+        guard._compiled(torch_folder.parent)  # another torch
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    with pytest.raises(NoGuardError, match="no C"):
+        guard._compiled(torch_folder)
+    (tmp_path / "home" / ".cache" / "megatron-parallel").mkdir(parents=True)
+    (tmp_path / "home" / ".cache" / "megatron-parallel" / library.name).touch()
+    assert guard._compiled(torch_folder).parents[2] == tmp_path / "home"
+
+
+class Driver:
+    """A CUDA driver with results of its two functions."""
+
+    def __init__(self, started, asked, devices):
+        self.started, self.asked, self.devices = started, asked, devices
+
+    def cuInit(self, flags):  # noqa: N802
+        assert flags == 0
+        return self.started
+
+    def cuDeviceGetCount(self, count):  # noqa: N802
+        count._obj.value = self.devices
+        return self.asked
+
+
+@pytest.mark.parametrize(
+    ("results", "found"),
+    [((0, 0, 1), True), ((0, 0, 0), False), ((1, 0, 1), False), ((0, 1, 1), False)],
+)
+def test_a_gpu_is_what_a_working_driver_reports(monkeypatch, results, found):
+    monkeypatch.setattr(guard.ctypes, "CDLL", lambda name: Driver(*results))
+    assert guard._has_gpu() == found
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(guard.ctypes, "CDLL", missing)
+    assert guard._has_gpu() is False
+
+
+@pytest.mark.parametrize("with_cuda", [False, True])
+def test_libraries_are_loaded_for_all_and_failures_are_reported(tmp_path, monkeypatch, with_cuda):
+    """As in a process that has not imported torch."""
+    library = tmp_path / "torch" / "lib"
+    library.mkdir(parents=True)
+    if with_cuda:
+        (library / "libtorch_cuda.so").touch()
+    loaded, broken = [], []
+
+    def load(path, mode):
+        assert mode == ctypes.RTLD_GLOBAL
+        if broken:
+            raise OSError("undefined symbol")
+        loaded.append(Path(path).name)
+
+    present = [True]
+    monkeypatch.setattr(guard, "guard_loaded", lambda: False)
+    monkeypatch.setattr(guard, "sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr(guard, "_has_gpu", lambda: present[0])
+    monkeypatch.setattr(guard, "_compiled", lambda folder: folder / "guard.so")
+    monkeypatch.setattr(guard.ctypes, "CDLL", load)
+    spec = SimpleNamespace(origin=os.fspath(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(guard, "find_spec", lambda name: spec)
+    if with_cuda:
+        with pytest.raises(NoGuardError, match="this machine has a GPU, for which torch has"):
+            guard.load_guard()
+        present[0] = False
+    guard.load_guard()
+    expected = ["libtorch_cpu.so", *["libtorch_cuda.so"] * with_cuda, "guard.so"]
+    assert loaded == expected
+    broken.append(True)
+    with pytest.raises(NoGuardError, match="a library cannot be loaded: undefined symbol"):
+        guard.load_guard()
+    for absent in (None, SimpleNamespace(origin=None)):
+        monkeypatch.setattr(guard, "find_spec", lambda name, absent=absent: absent)
+        with pytest.raises(NoGuardError, match="torch is not installed"):
+            guard.load_guard()
+    monkeypatch.setattr(guard, "guard_loaded", lambda: True)
+    guard.load_guard()  # does nothing
+    assert loaded == expected
 
 
 def test_loading_after_torch_is_refused():

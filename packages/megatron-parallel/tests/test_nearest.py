@@ -18,6 +18,7 @@ from megatron_parallel.pipeline import split_layers
         (nearest_multiples(10, 4), "8 or 12"),
         (nearest_multiples(3, 4), "4"),
         (nearest_multiples(0, 4), "4"),
+        (nearest_multiples(-5, 4), "4"),
         (nearest_divisors(12, 5), "4 or 6"),
         (nearest_divisors(7, 2), "1 or 7"),
         (nearest_divisors(2, 5), "2"),

@@ -194,6 +194,56 @@ def test_offloaded_activations_return_while_the_block_after_them_runs_backward()
     ]
 
 
+def test_a_side_stream_waits_for_the_current_one_and_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+
+    class Queued:
+        """A stream of a device that does not exist."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: "Queued") -> None:
+            order.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: str) -> None:
+            order.append(f"{self.name} waits for {event}")
+
+        def record_event(self) -> str:
+            return f"mark of {self.name}"
+
+    current = Queued("current")
+
+    @contextmanager
+    def stream(inner: Queued) -> Iterator[None]:
+        order.append(f"on {inner.name}")
+        yield
+        order.append(f"off {inner.name}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Queued(f"side of {device}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(
+        Tensor, "record_stream", lambda t, used: order.append(f"{used.name} uses {len(t)}")
+    )
+    assert SideStream.of(torch.device("cpu")) is None
+    side = SideStream.of(torch.device("cuda:1"))
+    assert side is not None
+    with side.running():
+        order.append("work")
+        side.uses(torch.ones(3))
+        mark = side.mark()
+    side.hand_over(torch.ones(5), mark)
+    side.join()
+    name = "side of cuda:1"
+    assert order == [
+        *(f"{name} waits for current", f"on {name}", "work", f"{name} uses 3", f"off {name}"),
+        *(f"current waits for mark of {name}", "current uses 5", f"current waits for {name}"),
+    ]
+
+
 @pytest.mark.gpu
 def test_offloading_does_not_wait_for_the_device(
     device: torch.device, device_waits: Callable[[], AbstractContextManager[Counter[str]]]
