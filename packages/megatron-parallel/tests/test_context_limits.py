@@ -181,3 +181,61 @@ def test_a_ring_of_another_length_is_refused(single: Mesh) -> None:
     plan = plan_ring(SequenceMask(), ContextSplit.zigzag(8, 1), 0)
     with pytest.raises(LayoutError, match=r"1 ranks with 8 tokens each, not for 6 tokens on axis"):
         ring_attention(q, k, v, plan, single.axis("cp"))
+
+
+def test_documents_share_ranks_by_hand() -> None:
+    """30 tokens need two ranks; the others go to the rank with less work, the longest first."""
+    plan = plan_pool([30, 9, 8, 7, 6], pool=4, capacity=16)
+    assert plan.rows == (
+        PoolRow(range(2), (0,), 30, 32, 15.0),
+        PoolRow(range(2, 3), (1, 4), 15, 16, 15.0),
+        PoolRow(range(3, 4), (2, 3), 15, 16, 15.0),
+    )
+    # A row takes the longest documents first, each where it just fits.
+    rows = plan_pool([10, 9, 6, 5, 2], pool=1, capacity=16).rows
+    assert [row.documents for row in rows] == [(0, 2), (1, 3, 4)]
+
+
+def test_a_document_is_cut_only_if_that_balances_the_work() -> None:
+    # 8 and 4: uncut 8 : 4; the first cut 8 : 4; both cut 6 : 6, with two slices of 1 on each rank.
+    both = plan_pool([8, 4], pool=2, capacity=100)
+    assert both.rows == (PoolRow(range(2), (0, 1), 12, 12, 6.0),) and both.imbalance == 1.0
+    # A document of 2 is too short for four slices.
+    first = plan_pool([8, 2], pool=2, capacity=100)
+    assert [(len(row.ranks), row.documents) for row in first.rows] == [(2, (0,)), (1, (1,))]
+    assert first.imbalance == 1.2
+    equal = plan_pool([6, 6], pool=2, capacity=100)
+    assert [len(row.ranks) for row in equal.rows] == [1, 1]
+    # Work of a pair of tokens: 4 + 10 pairs, and twice 2 + 3 pairs.
+    pairs = plan_pool([4, 2, 2], pool=1, capacity=8, tokens_per_pair=0.5)
+    assert pairs.work == (4 + 5 + 2 * (2 + 1.5),)
+
+
+def test_tokens_that_do_not_fill_slices_are_distributed_back_and_forth() -> None:
+    """Documents of 10 and 2 tokens over 2 ranks: 4 slices of 2, and a rest of 2 tokens each."""
+    ids = torch.tensor([[0] * 10 + [1] * 2])
+    split = ContextSplit.per_document(ids, 2)
+    assert split.indices[:, 0].tolist() == [[0, 2, 3, 8, 9, 11], [1, 4, 5, 6, 7, 10]]
+    assert (split.ranks, split.local_length, split.length) == (2, 6, 12)
+    assert split.host is not None and split.host.document_ids is ids
+    assert ContextSplit.zigzag(12, 2).host is None and ContextSplit.zigzag(12, 2).ranges == (
+        (range(3), range(9, 12)),
+        (range(3, 6), range(6, 9)),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_without_keys_are_zero_and_have_no_gradient(dtype: torch.dtype) -> None:
+    ids = torch.tensor([[0] * 6 + [-1] * 2] * 2)
+    block = plan_ring(SequenceMask(ids), ContextSplit.zigzag(8, 1), 0).blocks[0][-1]
+    assert (block.rows, block.columns) == (slice(4, 8), slice(0, 8))
+    q, k, v = (t.detach().to(dtype) for t in inputs())
+    q, k, v = q[block.rows], k[block.columns], v[block.columns]
+    blocks = PlainBlocks()
+    out, lse = blocks.forward(q, k, v, block.mask)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    padded = ids[0, block.rows] < 0
+    assert torch.isneginf(lse[padded]).all() and not out[padded].any()
+    gradients = blocks.backward(torch.ones_like(out), q, k, v, out, lse, block.mask)
+    assert all(g.dtype == dtype and g.isfinite().all() for g in gradients)
+    assert not gradients[0][padded].any()
