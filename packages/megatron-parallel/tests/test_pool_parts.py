@@ -1,0 +1,137 @@
+"""Parts of the worker pool in one process: messages, failures, and the meshes of a rank."""
+
+import pickle
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel.errors import rank_list
+from megatron_parallel.testing import Rank, WorkerError, WorkerPool, wire
+from megatron_parallel.testing.failures import Failure
+from megatron_parallel.testing.worker import MAX_MESHES
+
+
+def raised(rank: int, what: str, traceback: str = "") -> Failure:
+    return Failure(rank, "raised", f"raised {what}", traceback)
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        (
+            [raised(0, "A", "trace\n"), Failure(1, "stopped", "was stopped")],
+            "rank 0 of 3 raised A\n---- rank 0 raised A\ntrace\n---- rank 1 was stopped",
+        ),
+        (
+            [raised(0, "A"), raised(2, "A")],
+            "ranks 0, 2 of 3 raised A\n---- rank 0 raised A\n---- rank 2 raised A",
+        ),
+        (
+            [raised(0, "A"), raised(2, "B")],
+            "rank 0 of 3 raised A; rank 2 of 3 raised B\n"
+            "---- rank 0 raised A\n---- rank 2 raised B",
+        ),
+        (
+            [Failure(1, "stopped", "was stopped")],
+            "rank 1 of 3 was stopped\n---- rank 1 was stopped",
+        ),
+    ],
+)
+def test_an_error_names_the_causes_and_shows_all(failures: list[Failure], expected: str) -> None:
+    error = WorkerError(failures, 3)
+    assert str(error) == expected and error.failures == tuple(failures)
+
+
+def test_a_pool_needs_a_rank() -> None:
+    with pytest.raises(ValueError, match="max_ranks is 0; a pool needs at least 1 rank"):
+        WorkerPool(0)
+
+
+def test_a_message_is_read_whole_though_it_arrives_in_parts() -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(60)
+    with ours, theirs:
+        payload = bytes(range(256)) * 2000
+
+        def deliver() -> None:
+            theirs.sendall((len(payload)).to_bytes(8, "little")[:3])
+            theirs.sendall((len(payload)).to_bytes(8, "little")[3:] + payload[:1000])
+            theirs.sendall(payload[1000:])
+            wire.send(theirs, b"")
+            theirs.close()
+
+        sender = threading.Thread(target=deliver)
+        sender.start()
+        assert wire.receive(ours) == payload
+        assert wire.receive(ours) == b""
+        sender.join()
+        with pytest.raises(EOFError, match="the other side closed the connection"):
+            wire.receive(ours)
+
+
+@pytest.mark.parametrize(
+    "t",
+    [
+        torch.ones(2, 3).to_sparse(),
+        torch.empty(3, device="meta"),
+        torch.tensor([1.5, -2.0]).bfloat16(),
+        torch.empty(0, 3, dtype=torch.int16),
+        torch.arange(6.0).view(2, 3).t()[1:],
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    ],
+    ids=["sparse", "meta", "bf16", "empty", "strided", "parameter"],
+)
+def test_tensors_of_every_kind_are_sent(t: torch.Tensor) -> None:
+    sent: torch.Tensor = pickle.loads(wire.dumps(t))
+    assert (type(sent), sent.dtype, sent.shape) == (type(t), t.dtype, t.shape)
+    assert (sent.layout, sent.device, sent.requires_grad) == (t.layout, t.device, t.requires_grad)
+    if t.device.type == "cpu":
+        assert torch.equal(sent.to_dense(), t.to_dense())
+
+
+def test_modules_of_tests_are_sent_by_value_for_one_message_only() -> None:
+    registered = wire.cloudpickle.list_registry_pickle_by_value
+    before = set(registered())
+    text = wire.dumps(raised, raised)
+    assert set(registered()) == before
+    assert b"traceback" in text and pickle.loads(text)(1, "A") == raised(1, "A")
+    # A function of a package is sent by its name.
+    named = wire.dumps(rank_list, rank_list)
+    assert len(named) < 200 and pickle.loads(named) is rank_list
+    with pytest.raises(TypeError, match="cannot pickle"):
+        wire.dumps(threading.Lock(), raised)
+    assert set(registered()) == before
+
+
+def test_a_rank_reuses_its_last_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[ParallelLayout] = []
+    closed: list[ParallelLayout] = []
+
+    class Bound:
+        def __init__(self, layout: ParallelLayout) -> None:
+            self.layout = layout
+
+        def close(self) -> None:
+            closed.append(self.layout)
+
+    def bind(layout: ParallelLayout, *, device: Any, timeout: timedelta) -> Bound:
+        assert (device, timeout) == (torch.device("cpu"), timedelta(seconds=5))
+        bound.append(layout)
+        return Bound(layout)
+
+    monkeypatch.setattr(Mesh, "bind", bind)
+    rank = Rank(0, 24, torch.device("cpu"), timedelta(seconds=5))
+    layouts = [ParallelLayout(tp=tp).resolve(24) for tp in (1, 2, 3, 4, 6, 8)]
+    for layout in layouts[:MAX_MESHES]:
+        rank.mesh(layout)
+    first = rank.mesh(ParallelLayout(tp=1))  # the data-parallel size follows
+    assert first.layout == layouts[0] and bound == layouts[:4] and closed == []
+    rank.mesh(layouts[4])
+    assert closed == [layouts[1]]  # the one that was not used for longest
+    assert rank.mesh(layouts[0]) is first
+    rank.mesh(layouts[5])
+    assert closed == layouts[1:3] and bound == layouts
