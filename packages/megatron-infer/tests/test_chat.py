@@ -111,6 +111,18 @@ def test_an_interrupted_answer_is_kept_so_far(model: GPT, monkeypatch: pytest.Mo
     assert talk.reply("b") == ByteTokenizer().decode(list(expected))
 
 
+def test_the_bytes_of_an_incomplete_character_are_shown_at_the_end_of_an_answer(
+    model: GPT, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(*args: Any, **settings: Any) -> None:
+        for token in "é".encode() + "日".encode()[:1]:
+            settings["on_token"](0, token)
+
+    monkeypatch.setattr("megatron_infer.engine.tokens.generate_tokens", answer)
+    assert conversation(model, ByteTokenizer()).reply("a") == "é\ufffd"
+    assert capsys.readouterr().out == "é\ufffd"
+
+
 @pytest.mark.parametrize(("most", "room"), [(1, 63), (31, 33), (32, 32), (33, 32), (1000, 32)])
 def test_an_answer_has_room_for_its_tokens_or_half_of_the_positions(
     model: GPT, most: int, room: int

@@ -85,15 +85,20 @@ def bare(model: GPT, tmp_path: Path) -> str:
 
 
 def test_token_ids_are_continued_without_a_tokenizer(
-    bare: str, model: GPT, capsys: pytest.CaptureFixture[str]
+    bare: str,
+    model: GPT,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = SimpleNamespace(perf_counter=iter([10.0, 12.0, 20.0, 30.0]).__next__)
+    monkeypatch.setattr("megatron_infer.cli.generate.time", clock)
     common = ["generate", "--load", bare, "--max-new-tokens", "6", "--temperature", "0"]
     params = SamplingParams(max_new_tokens=6, temperature=0.0)
     first, second = generate_tokens(model, [[67, 97, 108], [5]], params)
     assert main([*common, "--prompt-tokens", "67 97,108"]) == 0
     shown = capsys.readouterr()
     assert shown.out == " ".join(map(str, (67, 97, 108, *first.tokens))) + "\n"
-    assert "6 tokens in" in shown.err
+    assert "6 tokens in 2.0 s (3.0 tokens/s)" in shown.err
     assert main([*common, "--prompt-tokens", "67 97 108", "--prompt-tokens", "5"]) == 0
     assert capsys.readouterr().out == (
         "--- 1 ---\n" + " ".join(map(str, (67, 97, 108, *first.tokens))) + "\n"
@@ -193,17 +198,30 @@ def test_nothing_is_printed_before_an_error_about_the_prompt(
     assert shown.out == "" and "48 positions" in shown.err
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "out", "named"),
+    [
+        (InferError("no memory"), 1, "The end\n", "error: no memory"),
+        (KeyboardInterrupt(), 130, "The end", "interrupted"),  # the terminal shows ^C behind it
+    ],
+)
 def test_an_error_starts_a_line_after_a_continuation_that_began(
-    run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    status: int,
+    out: str,
+    named: str,
 ) -> None:
     def fail(*arguments: object, on_text: Callable[[int, str], object], **_: object) -> None:
         on_text(0, " end")
-        raise InferError("no memory")
+        raise error
 
     monkeypatch.setattr("megatron_infer.engine.generate.generate", fail)
-    assert main(["generate", "--load", run, "--prompt", "The"]) == 1
+    assert main(["generate", "--load", run, "--prompt", "The"]) == status
     shown = capsys.readouterr()
-    assert shown.out == "The end\n" and "no memory" in shown.err
+    assert shown.out == out and named in shown.err
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,9 @@ def test_one_file_counts_as_a_whole() -> None:
         "generation_config.json: not applied: eos_token_id [5, 6] of config.json "
         "(generation_config.json comes first)"
     )
+    for own, other in ((6, 6), (6, [6, 7]), ([], 6)):
+        repeated = read(config={"eos_token_id": own}, generation={"eos_token_id": other})
+        assert repeated.notes == ()
     inner = read(config={"text_config": {"eos_token_id": [1, 106]}})
     assert inner.stop_tokens == {1, 106}
 
@@ -90,6 +93,27 @@ def test_what_has_an_effect_elsewhere_is_named() -> None:
     )
     neutral = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "max_length": 20}
     assert read(generation=neutral).notes == ()
+
+
+NEUTRAL = {
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "guidance_scale"), 1.0),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), 0.0),
+    **dict.fromkeys(("length_penalty", "repetition_penalty", "encoder_repetition_penalty"), 1.0),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "diversity_penalty"), 0),
+    **dict.fromkeys(("early_stopping", "token_healing"), False),
+    "top_k": 50,
+    "max_length": 20,
+}
+
+
+def test_values_without_effect_are_not_named_and_others_are() -> None:
+    assert read(generation=NEUTRAL).notes == ()
+    others = {name: value + 2 for name, value in NEUTRAL.items()}
+    (note,) = read(generation=others).notes
+    named = [one.split()[0] for one in note.partition("not applied: ")[2].split("; ")]
+    assert named == list(NEUTRAL)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from megatron_infer import InferError, SamplingParams, generate_tokens, score_tokens
+from megatron_infer import InferError, Sampler, SamplingParams, generate_tokens, score_tokens
 from megatron_infer.engine import batch as engine
 from megatron_models import GPT
 from megatron_parallel import Mesh, ParallelLayout
@@ -79,6 +79,18 @@ def test_a_stop_token_has_no_score(make_model: Callable[..., GPT]) -> None:
     assert one.finish_reason == "stop"
     assert one.log_probs is not None
     assert len(one.log_probs) == len(PROMPTS[0]) + len(one.tokens) - 1
+
+
+def test_the_token_0_has_its_own_score(
+    make_model: Callable[..., GPT], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    monkeypatch.setattr(
+        Sampler, "__call__", lambda _, logits, *rows: torch.zeros(len(logits), dtype=torch.int64)
+    )
+    (one,) = generate_tokens(model, [[3, 1]], SamplingParams(max_new_tokens=2), log_probs=True)
+    assert one.tokens == (0, 0)
+    assert one.log_probs == pytest.approx(expected(model, [3, 1, 0, 0]).tolist(), abs=1e-9)
 
 
 def test_scoring_takes_texts_up_to_the_models_positions(make_model: Callable[..., GPT]) -> None:

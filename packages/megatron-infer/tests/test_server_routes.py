@@ -11,7 +11,7 @@ import torch
 from flask import abort
 from flask.testing import FlaskClient
 from megatron_data import ByteTokenizer
-from megatron_infer import GenerationService, ServerSettings, create_app
+from megatron_infer import GenerationService, InferError, ServerSettings, create_app
 from megatron_infer.server import app
 from megatron_infer.server.fields import GenerateRequest
 from megatron_infer.server.job import Job, TextDelta
@@ -92,6 +92,7 @@ def test_a_failed_generation_is_logged_with_its_cause(
     assert fail(ZeroDivisionError()) == ["a generation failed"]
     assert caplog.records[0].exc_info is not None
     assert fail(torch.OutOfMemoryError()) == ["a generation ran out of memory"]
+    assert fail(InferError("no state")) == ["a generation failed: no state"]
 
 
 def test_each_request_is_one_line_of_the_log(
@@ -148,7 +149,7 @@ def test_a_stream_is_not_interrupted_by_comments_within_seconds() -> None:
         return False
 
     stream = app.server_sent_events(job, is_gone)
-    assert next(stream).startswith("event: waiting")
+    assert next(stream) == 'event: waiting\ndata: {"ahead": 0}\n\n'
     assert next(stream).startswith("event: text")  # no comment in the first wait
     stream.close()
 

@@ -181,6 +181,7 @@ def test_a_client_with_many_long_requests_has_the_same_share(
     gate.let(11)
     assert result(patient).finish_reasons == ["length"]
     assert gate.count <= 17
+    assert greedy[-1].cancelled
     with pytest.raises(RequestError, match="other clients have priority") as refused:
         result(greedy[-1])
     assert refused.value.status == 429

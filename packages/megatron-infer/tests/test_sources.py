@@ -108,7 +108,12 @@ def test_batched_sources_equal_each_alone_without_cache(
             torch.testing.assert_close(made, truth, rtol=0, atol=1e-9)
 
 
-def test_the_encoder_and_its_keys_are_computed_once() -> None:
+@pytest.mark.parametrize(("bound", "passes"), [(4096, 1), (12, 3)])
+def test_the_encoder_and_its_keys_are_computed_once(
+    bound: int, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 12 tokens of a prompt and its source in a pass, only the two shortest go together."""
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", bound)
     (model,) = make(Mesh.single())
     calls = {"encoder": 0, "kv": 0, "decoder": 0}
 
@@ -124,7 +129,8 @@ def test_the_encoder_and_its_keys_are_computed_once() -> None:
     for block in model.decoder.layers.values():
         block.cross_attention.kv.register_forward_hook(count("kv"))
     generate_tokens(model, STARTS, GREEDY, sources=SOURCES)
-    assert calls == {"encoder": 1, "kv": 4, "decoder": GREEDY.max_new_tokens}
+    steps = GREEDY.max_new_tokens - 1
+    assert calls == {"encoder": passes, "kv": 4 * passes, "decoder": passes + steps}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
