@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +206,27 @@ def test_parameters_on_a_cpu_are_refused_before_the_library_is_loaded() -> None:
     with pytest.raises(OptimError) as caught:
         Optimizer(trainable, config("apex", True))
     assert str(caught.value) == message
+
+
+def test_a_kernel_is_loaded_once_and_may_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCpu(Adam):
+        kernel_devices = ("cpu",)
+
+    loaded = []
+
+    def load(library: str) -> SimpleNamespace:
+        loaded.append(library)
+        return SimpleNamespace(rounds=len(loaded) == 1)
+
+    monkeypatch.setattr("megatron_optim.rules.load_kernel", load)
+    adam = OnCpu(config("triton", True))
+    assert not adam.rounds
+    for _ in range(2):  # two groups of parameters
+        adam.prepare({"a": torch.ones(2)})
+        assert adam.rounds and loaded == ["triton"]
+    plain = OnCpu(config("torch", True))
+    plain.prepare({"a": torch.ones(2)})
+    assert not plain.rounds and len(loaded) == 1
 
 
 def test_float64_parameters_are_refused() -> None:

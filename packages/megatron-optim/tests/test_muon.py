@@ -4,10 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_optim import MuonSettings, OptimError, Optimizer, OptimizerConfig, WidthRatio
+from megatron_optim import (
+    MuonSettings,
+    OptimError,
+    Optimizer,
+    OptimizerConfig,
+    WidthRatio,
+    build_rules,
+)
+from megatron_optim.matrix_groups import require_matrices
 from megatron_optim.muon import orthogonalized
 from megatron_parallel import (
     Mesh,
+    ParallelLayout,
     Sharding,
     TrainableParameters,
 )
@@ -115,6 +124,16 @@ def test_muon_without_a_matrix_is_refused() -> None:
     with pytest.raises(OptimError) as caught:
         Optimizer(trainable, OptimizerConfig(optimizer="muon"))
     assert "none of the 2 parameters is one: 'gain' has shape (7,); use adam" in str(caught.value)
+
+
+@pytest.mark.parametrize(("stages", "trained"), [(2, True), (1, False)])
+def test_a_stage_of_several_and_a_frozen_model_may_have_no_matrix(
+    stages: int, trained: bool
+) -> None:
+    parameters = {"gain": Parameter(torch.ones(7), requires_grad=trained)}
+    layout = ParallelLayout(pp=stages, dp=1).resolve(stages)
+    trainable = TrainableParameters(parameters, {"gain": Sharding((7,))}, Mesh(layout, 0))
+    require_matrices(trainable, build_rules(OptimizerConfig(optimizer="muon"))[0])
 
 
 def test_only_one_scale_mode_fits_every_width() -> None:

@@ -77,6 +77,15 @@ def test_ratios_of_updates_on_several_ranks(worker_pool: WorkerPool) -> None:
         assert found == RATIOS
 
 
+def test_squares_of_several_ranges_of_a_parameter_add_up() -> None:
+    squares = UpdateSquares()
+    for name, old, new in (("a", 3.0, 1.0), ("b", 5.0, 5.0), ("a", 4.0, 7.0)):
+        before = squares.copy([torch.tensor([old, 0.0]), torch.zeros(0)])
+        squares.add([name, "empty"], before, [torch.tensor([new, 0.0]), torch.zeros(0)])
+    assert {name: float(each) for name, each in squares.updates.items()} == {"a": 13.0, "b": 0.0}
+    assert {n: float(each) for n, each in squares.parameters.items()} == {"a": 25.0, "b": 25.0}
+
+
 def test_updates_of_long_parameters_are_measured_in_pieces() -> None:
     """Ranges of a parameter add up, and the update is that of an unmeasured step."""
     weight = torch.randn(1500, 1000, generator=torch.Generator().manual_seed(0))

@@ -2,6 +2,7 @@
 
 import errno
 import re
+import sys
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megatron_train.errors import (
     collect_errors,
     raise_collected,
 )
+from megatron_train.launch.outcome import LaunchOutcome
 from megatron_train.run_description import describe_layout, describe_run
 from megatron_train.saved_values import describe_differences, read_value, short_repr
 
@@ -105,6 +107,10 @@ def test_layers_of_a_layout_are_positive(number, capsys):
     assert main([*words.split(), number]) == 2
     assert f"--num-layers must be positive, got {number}" in capsys.readouterr().err
     assert main([*words.split(), "1"]) == 0
+
+
+def test_a_layout_may_have_a_single_rank(capsys):
+    assert "rank" in printed("layout --world-size 1", capsys)
 
 
 def test_the_order_of_axes_is_that_of_the_ranks(capsys):
@@ -257,6 +263,41 @@ def test_ranks_to_start_are_a_positive_number(text, ranks, monkeypatch):
     if text is not None:
         with pytest.raises(UsageError, match="this process is already one of 2 ranks"):
             ranks_to_start(text)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "printed"),
+    [
+        (LaunchOutcome(0), ""),
+        (
+            LaunchOutcome(1, "rank 1: bad", "last lines\n"),
+            "last lines\nmegatron-train: error: rank 1: bad\n",
+        ),
+        (LaunchOutcome(130, interrupted=True), "megatron-train: interrupted\n"),
+    ],
+)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_ranks_get_the_words_of_the_command_and_their_outcome_is_printed(
+    outcome, printed, terminal, monkeypatch, capsys
+):
+    asked = []
+
+    def launch(*arguments, **options):
+        asked.append((arguments, options))
+        return outcome
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("megatron_train.launch.launch.launch", launch)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    flags = "--tensor-model-parallel-size 2 --nproc-per-node 2 --distributed-timeout-minutes 3"
+    words = f"pretrain gpt {MINIMAL} {flags}".split()
+    assert main(words) == outcome.status
+    program = [sys.executable, "-P", "-m", "megatron_train.cli.rank"]
+    (((started, given, ranks), options),) = asked
+    assert (started, given, ranks, options["timeout"]) == (program, words, 2, 180)
+    assert options["defaults"] == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    erased = "\r\033[K" if terminal else ""  # the rest of a progress bar
+    assert capsys.readouterr().err == erased + printed
 
 
 # -- values and descriptions -----------------------------------------------------------------------

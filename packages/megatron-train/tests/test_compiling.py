@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from megatron_train.compiling import compile_stages
+from megatron_train.compiling import compile_layers, compile_stages
 from torch import nn
 
 
@@ -73,6 +73,31 @@ def test_a_call_notices_what_may_change():
     assert stage(x).requires_grad
     stage.double()
     assert stage(x.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("backend", [None, "split"])
+def test_layers_and_the_loss_are_compiled_one_by_one(backend, monkeypatch):
+    class Sharing(Stage):
+        def share_code(self, device):
+            self.shared = device
+
+    compiled = []
+
+    def note(function, **options):
+        compiled.append(function)
+        assert options == {"dynamic": False} | ({"backend": backend} if backend else {})
+        return len(compiled)
+
+    monkeypatch.setattr(torch, "compile", note)
+    layers = [Sharing(5.0), Stage(7.0)]
+    first, last = nn.Module(), nn.Module()
+    last.vocabulary_loss = loss = torch.nn.functional.cross_entropy
+    forwards = [layer.forward for layer in layers]
+    units = {first: layers[:1], last: layers[1:]}
+    compile_layers([first, last], units.__getitem__, torch.device("cpu"), backend)
+    assert compiled == [*forwards, loss]
+    assert [layers[0].forward, layers[1].forward, last.vocabulary_loss] == [1, 2, 3]
+    assert layers[0].shared == torch.device("cpu")
 
 
 def test_constants_of_a_stage_are_not_checked_in_each_call():

@@ -1,9 +1,11 @@
 """Dry runs: which micro-batches are run, what follows from them, and the report."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -50,6 +52,13 @@ def resolved(flags):
             0,
             Repetition(20, 6, 2, 2),
         ),
+        # 4 micro-batches in a row: 2 + 4 + 1 of 8 passes of 4 micro-batches are in flight
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+            "--global-batch-size 20 --microbatch-group-size-per-virtual-pipeline-stage 4",
+            0,
+            Repetition(20, 8, 4, 4),
+        ),
     ],
 )
 def test_the_schedule_repeats_after(flags, pipeline_rank, expected):
@@ -81,8 +90,10 @@ def test_memory_of_the_parts_by_hand():
     (use,) = dry_run(resolved("--global-batch-size 2"), "cpu", [0])
     weights = 4 * (12 * 64**2 + 13 * 64) + 128 * 64 + 32 * 64 + 2 * 64
     assert use.memory["parameters"] == 4 * weights
-    assert use.memory["optimizer state"] >= 8 * weights
-    assert use.layers == 4
+    assert 8 * weights <= use.memory["optimizer state"] < 8.1 * weights
+    assert 4 * weights <= use.memory["gradients and buffers"] < 4.1 * weights
+    assert use.peak >= 16 * weights and use.layers == 4
+    assert 0.0 < use.seconds < 600.0
 
 
 def check_ranks_at_once():
@@ -105,6 +116,17 @@ def test_ranks_that_run_at_once_have_the_same_results():
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
 
+def broken(*_, **__):
+    raise RuntimeError("another reason")
+
+
+def one_waits(run, rank, *_, **__):
+    """Fails on the first rank, while another one works."""
+    if rank:
+        time.sleep(600)
+    run.layout.coordinates(64)
+
+
 def refused_by_autograd(*_, **__):
     raise RuntimeError(
         "Unable to handle autograd's threading in combination with fork-based multiprocessing."
@@ -117,6 +139,8 @@ def refused_by_autograd(*_, **__):
         (lambda *_, **__: os._exit(3), r"rank [01] ended without a result \(exit code 3\)"),
         (lambda run, rank, *_, **__: run.layout.coordinates(64), "rank 64"),
         (refused_by_autograd, r"has run a backward pass .* pass processes=1"),
+        (broken, r"rank [01] ended without a result \(exit code 1\)"),
+        (one_waits, "rank 64"),
     ],
 )
 def test_a_rank_that_fails_ends_the_dry_run(ends, message, monkeypatch):
@@ -124,6 +148,21 @@ def test_a_rank_that_fails_ends_the_dry_run(ends, message, monkeypatch):
     run = resolved("--pipeline-model-parallel-size 2")
     with pytest.raises(ValueError, match=message):
         dry_run(run, "cpu", [0, 1], processes=2)
+    assert multiprocessing.active_children() == []
+
+
+def test_no_more_ranks_run_at_once_than_processes(monkeypatch, tmp_path):
+    def count(run, rank, *_, **__):
+        (tmp_path / str(rank)).touch()
+        time.sleep(0.1)  # for the others to start
+        found = len([*tmp_path.iterdir()])
+        (tmp_path / str(rank)).unlink()
+        return found
+
+    monkeypatch.setattr(dry_run_module, "imagine_rank", count)
+    run = resolved("--pipeline-model-parallel-size 4 --world-size 8")
+    found = dry_run(run, "cpu", [0, 1, 2, 3], processes=2)
+    assert len(found) == 4 and max(found) <= 2
 
 
 def test_the_memory_alone_is_that_of_the_whole_run():

@@ -1,6 +1,7 @@
 """The report of a dry run: every number of ranks whose memory and work are known."""
 
 import json
+import os
 from collections import Counter
 from dataclasses import replace
 
@@ -229,8 +230,9 @@ def requests(monkeypatch):
     """Replaces the dry run by one without work, and returns the devices and ranks asked for."""
     asked = []
 
-    def dry_run(planned, device, pipeline_ranks, progress, **options):
+    def dry_run(planned, device, pipeline_ranks, progress, *, processes):
         asked.append((device, tuple(pipeline_ranks)))
+        assert processes == command._processes()
         progress(len(pipeline_ranks), len(pipeline_ranks))
         return [FIRST, LAST]
 
@@ -295,3 +297,32 @@ def test_the_device_is_cuda_where_it_can_be_imagined(
     assert (reason in shown.out) == (on == "auto" and device == "cpu")
     error = "megatron-train: error: --on cuda: no compiler here; give --on cpu\n"
     assert shown.err == (error if device is None else "")
+
+
+def test_a_rank_runs_on_each_core_where_processes_can_be_forked(monkeypatch):
+    for cores, processes in ((5, 5), (1, 1), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        assert command._processes() == processes
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    monkeypatch.delattr(os, "fork")
+    assert command._processes() == 1
+
+
+def test_a_bar_counts_the_ranks(requests, monkeypatch, capsys):
+    bars = []
+
+    class Bar:
+        def __init__(self, *, total, unit, disable, leave):
+            assert (unit, disable, leave) == ("rank", None, False)
+            self.total, self.n = total, 0
+            bars.append(self)
+
+        def update(self, more):
+            self.n += more
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda self, *error: None  # noqa: E731
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    assert main([*WORDS.split(), "--json"]) == 0
+    assert [(bar.n, bar.total) for bar in bars] == [(2, 2)]

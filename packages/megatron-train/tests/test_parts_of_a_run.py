@@ -1,6 +1,7 @@
 """The parts of a run: configuration files, family, saving, stopping and continuing."""
 
 import dataclasses
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -93,8 +94,16 @@ def test_a_missing_gpu_is_refused():
             choose_device("cuda")
 
 
-def test_deterministic_mode_ends_with_the_run():
+def test_deterministic_mode_ends_with_the_run(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with _deterministic(True):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+        with _deterministic(True):
+            pass
+        assert torch.are_deterministic_algorithms_enabled()  # as before
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with _deterministic(True):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # as torch asks for
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
     with _deterministic(False):

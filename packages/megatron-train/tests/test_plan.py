@@ -94,6 +94,14 @@ def test_memory_of_a_rank_is_that_of_its_shards(capsys):
     assert sum(whole["memory"].values()) == 2 * whole["memory"]["total"]
 
 
+def test_averages_of_weights_take_4_bytes_each(capsys):
+    plain = planned(capsys, *SMALL.split())
+    averaged = planned(capsys, *SMALL.split(), "--ema-decay", "0.9")
+    more = 4 * plain["parameters"]
+    assert averaged["memory"]["optimizer"] == plain["memory"]["optimizer"] + more
+    assert averaged["memory"]["total"] == plain["memory"]["total"] + more
+
+
 @pytest.mark.parametrize(
     ("precision", "whole"), [("", 8), ("--bf16", 12), ("--fp16", 12)], ids=["fp32", "bf16", "fp16"]
 )

@@ -148,6 +148,8 @@ def test_micro_batches_in_flight_are_at_most_those_of_the_step(samples, flight, 
     assert found.micro_batches_in_flight == flight
     assert text in "\n".join(lines(run, found))
     assert found.flops_per_step == samples * counted.flops_per_sequence
+    one = count(planned(f"{flags} --global-batch-size 1")).memory.activations
+    assert found.memory.activations == int(flight * one)
 
 
 def test_a_model_of_several_trunks_has_no_formula_for_its_memory(capsys):

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from megatron_train.prove.samples import documents, padded, segments, source_and_target, stacked
+from megatron_train.cli.main import build_parser
+from megatron_train.config.described_run import resolve_run
+from megatron_train.prove.samples import (
+    documents,
+    padded,
+    segments,
+    source_and_target,
+    stacked,
+    with_axes,
+)
+from megatron_train.tasks.kinds import find_task_kind
 
 LENGTH = 32
 
@@ -33,6 +43,40 @@ def test_documents_start_again_at_position_0_and_labels_are_the_next_tokens():
         assert torch.equal(row["tokens"][1:], row["labels"][:-1])
         assert row["tokens"].min() >= 0 and row["tokens"].max() < 60
         assert bool(row["loss_mask"].any()) == (index % 7 != 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "pads"),
+    [
+        ("gpt --recipe llama-tiny", False),  # documents keep padding out of attention
+        ("gpt --recipe deepseek-tiny", True),  # experts would read it
+        ("mamba --recipe mamba2-tiny", True),  # a state would go on into it
+        ("bert --recipe bert-tiny", True),
+    ],
+)
+def test_samples_end_in_padding_where_it_could_have_an_effect(words, pads):
+    run = resolve_run(build_parser().parse_args(["prove", *words.split()]))
+    data = find_task_kind(run.task).open_proof_data(run)
+    row = data.sample(1)
+    ids = row["document_ids"]
+    assert len(row["tokens"]) == run.data.seq_length
+    assert (ids == -1).sum() == (3 if pads else 0) and bool((ids[-3:] == -1).all()) == pads
+    assert row["tokens"].max() < run.model.embedding.vocab_size
+
+
+def test_positions_with_axes_are_random_and_those_of_the_sample():
+    one, other = (with_axes(documents(index, LENGTH)) for index in (1, 2))
+    assert one["positions"].shape == (LENGTH, 3) and one["positions"].dtype == torch.int32
+    assert one["positions"].min() >= 0 and one["positions"].max() < LENGTH
+    assert not torch.equal(one["positions"], other["positions"])
+    assert torch.equal(one["positions"], with_axes(documents(1, LENGTH))["positions"])
+    assert len(one["positions"].unique()) > LENGTH / 2
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 4, 5, 7, 8])
+def test_samples_have_a_loss_for_a_fifth_to_nine_tenths_of_their_tokens(index):
+    share = documents(index, 4096)["loss_mask"].mean().item()
+    assert share == pytest.approx(0.2 + 0.1 * (index % 8), abs=0.03)
 
 
 def test_half_of_a_text_is_one_token():

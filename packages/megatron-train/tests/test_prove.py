@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 from megatron_models import GPTConfig
-from megatron_parallel import ParallelLayout
+from megatron_parallel import ParallelLayout, RecomputeConfig
 from megatron_train.cli.main import build_parser, main
 from megatron_train.config.described_run import resolve_run
 from megatron_train.errors import TrainError
@@ -151,6 +151,58 @@ def test_a_rank_has_one_micro_batch_more_than_pipeline_ranks(samples, small_batc
     assert found.run.global_batch_size == small_batch == found.one_rank.global_batch_size
     assert found.run.train_iters == 20 and found.run.data.seq_length == 16
     assert {"dp", "tp", "ep", "expert_tp"}.isdisjoint(each.setting for each in found.changes)
+
+
+SIZES = "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 64"
+
+
+def test_the_small_run_has_a_constant_rate_whole_steps_and_no_other_precision() -> None:
+    words = f"""{SIZES} --world-size 2 --bf16 --deterministic-mode --train-samples 64 --lr 1e-3
+        --global-batch-size 8 --rampup-batch-size 4 4 16 --lr-decay-style cosine
+        --decrease-batch-size-if-needed
+        --lr-warmup-samples 8 --lr-warmup-init 1e-5 --exit-interval 3 --exit-duration-in-mins 5
+        --eval-iters 2 --save s --save-interval 2 --recompute-granularity full
+        --recompute-method uniform --recompute-num-layers 3 --no-check-for-nan-in-loss-and-grad"""
+    found = small("gpt", *words.split())
+    run, one, training = found.run, found.one_rank, found.run.training
+    assert training.precision == "float64" and training.device == "cpu"
+    assert not training.deterministic_mode and not training.decrease_batch_size_if_needed
+    assert (run.train_iters, run.train_samples) == (20, 20 * run.global_batch_size)
+    assert training.exit_interval is None and training.exit_duration_in_mins is None
+    assert run.batch_sizes.sizes == (run.global_batch_size,)
+    assert run.learning_rate_schedule().at(0) == run.learning_rate_schedule().at(30) == 1e-3
+    sums = run.data_parallel
+    assert sums.accumulate_allreduce_grads_in_fp32 and sums.check_for_nan_in_loss_and_grad
+    assert run.evaluation.eval_iters == 0 and not run.logging.progress
+    assert run.checkpoint.save is None and run.checkpoint.save_interval is None
+    assert (run.recompute.num_layers, one.recompute) == (2, RecomputeConfig())
+    assert not one.data_parallel.gradient_accumulation_fusion and one.layout.world_size == 1
+    changed = {each.setting for each in found.changes}
+    assert changed.isdisjoint({"--train-samples", "--train-iters", "--exit-interval"})
+
+
+@pytest.mark.parametrize(("group", "small_group"), [(4, 2), (8, 3)])
+def test_micro_batches_in_a_row_are_as_many_as_ranks_or_more_as_before(group, small_group) -> None:
+    words = f"""{SIZES} --num-layers 16 --pipeline-model-parallel-size 4 --global-batch-size 32
+        --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1
+        --microbatch-group-size-per-virtual-pipeline-stage {group}"""
+    run = small("gpt", *words.split(), max_ranks=2).run
+    assert (run.layout.pp, run.pipeline.group_size) == (2, small_group)
+
+
+def test_layers_keep_their_kind_of_context_parallelism() -> None:
+    comm = "--cp-comm-type p2p allgather p2p a2a --context-parallel-size 2"
+    found = small("gpt", *f"{SIZES} {comm}".split())
+    assert found.run.model.depth == 2
+    assert found.run.placement.cp_comm_type == ("p2p", "a2a")  # of the first and last layer
+
+
+def test_a_rank_of_a_pool_has_room_for_the_same_share_of_a_sample() -> None:
+    pool = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 32 --reset-attention-mask"
+    found = small("gpt", *f"{SIZES} {pool} --world-size 4 --micro-batch-size 1".split())
+    assert found.run.data.seq_length == 16  # of 64
+    assert found.run.training.max_seqlen_per_dp_cp_rank == 8
+    assert found.one_rank.training.max_seqlen_per_dp_cp_rank is None
 
 
 def test_what_the_small_run_leaves_out_is_named() -> None:

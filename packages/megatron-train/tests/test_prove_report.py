@@ -189,6 +189,11 @@ def test_numbers_of_steps_and_ranks_are_positive(flag, text, accepted, proven, c
         ("--context-parallel-size 2", "mask-of-next-rank bucket-left-out"),
         ("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights", ""),
         ("--pipeline-model-parallel-size 2", "tied-not-summed"),
+        (  # one rank has both copies
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --global-batch-size 4 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "mask-of-first-micro-batch micro-batch-not-counted",
+        ),
         (
             "--num-experts 2 --expert-model-parallel-size 2 --world-size 2",
             "bucket-left-out experts-divided experts-in-other-order",
@@ -211,3 +216,23 @@ def test_defects_apply_to_layouts_that_can_have_them(words, names):
         assert str(caught.value) == (
             f"--defect {each.name} needs {each.needs}; for this layout there are {there}"
         )
+
+
+def test_a_bar_counts_the_steps_of_both_trainings(proven, monkeypatch):
+    bars = []
+
+    class Bar:
+        def __init__(self, *, total, unit, disable, leave):
+            assert (unit, disable, leave) == ("step", None, False)
+            self.total, self.n = total, 0
+            bars.append(self)
+
+        def update(self, more):
+            self.n += more
+
+        __enter__ = lambda self: self  # noqa: E731
+        __exit__ = lambda self, *error: None  # noqa: E731
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    assert proven(f"{TINY} --steps 3 --json", EQUAL)[0] == 0
+    assert [(bar.n, bar.total) for bar in bars] == [(1, 6)]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from megatron_data import ByteTokenizer
@@ -14,8 +15,10 @@ from megatron_train.data_identity import corpora_identity
 from megatron_train.errors import TrainError
 from megatron_train.product_record import (
     build_recorded_products,
+    record_product,
     recorded_product,
     refuse_other_product,
+    refuse_other_tensors,
 )
 from megatron_train.run_record import (
     compare_records,
@@ -26,6 +29,8 @@ from megatron_train.run_record import (
     without_schedules,
 )
 from megatron_train.tasks.gpt_data import GPTData
+
+from .test_configuration import MINIMAL, parse
 
 PATH = Path("iter_0000002")
 FIELDS = {
@@ -342,3 +347,34 @@ def test_recorded_settings_of_a_product_that_it_lacks_are_damage():
         build_recorded_products(run, PATH)
     run["objective"] = {"linear_product": "lora", "lora.rank": 3, "task": "causal_lm"}
     assert build_recorded_products(run, PATH)
+
+
+def test_settings_of_a_product_that_give_other_parameters_are_refused_by_flag():
+    def run(rank):
+        return {"objective": {"linear_product": "lora", "lora.rank": rank, "lora.alpha": 16.0}}
+
+    held = {
+        "up.lora_a": SimpleNamespace(shape=(8, 4), group="model"),
+        "up.lora_b": SimpleNamespace(shape=(6, 8), group="model"),
+        "up.lora_a.exp_avg": SimpleNamespace(shape=(8, 4), group="optimizer"),
+        "down.lora_a": SimpleNamespace(shape=(9, 9), group="optimizer"),
+        "up.weight": SimpleNamespace(shape=(6, 4), group="model"),
+    }
+    saved = SimpleNamespace(path=PATH, tensors=held, values=lambda: {"run": run(8)})
+    refuse_other_tensors(saved, {"up.lora_a": (8, 4), "up.lora_b": (6, 8)}, run(8))
+    with pytest.raises(TrainError) as refused:
+        refuse_other_tensors(saved, {"up.lora_a": (2, 4), "up.lora_b": (6, 2)}, run(2))
+    assert str(refused.value) == (
+        f"{PATH} has other parameters of --linear-product lora: --lora-rank 8 in the checkpoint "
+        "and 2 in this run; give the settings of the checkpoint"
+    )
+    # Other shapes with equal settings have another reason, which is named elsewhere.
+    refuse_other_tensors(saved, {"up.lora_a": (2, 4), "up.lora_b": (6, 2)}, run(8))
+
+
+@pytest.mark.parametrize(("flags", "rank"), [("", 8), ("--lora-rank 3", 3)])
+def test_a_record_has_the_settings_of_its_product(flags, rank):
+    assert record_product(parse(MINIMAL)) == {"linear_product": "plain"}
+    found = record_product(parse(f"{MINIMAL} --linear-product lora {flags}"))
+    assert found["linear_product"] == "lora" and found["lora.rank"] == rank
+    assert {key.partition(".")[0] for key in found} == {"linear_product", "lora"}
