@@ -78,12 +78,12 @@ def test_one_bucket_is_not_summed(monkeypatch):
 
 
 def test_each_rank_of_a_sequence_has_the_mask_of_the_next():
-    split, mask = ContextSplit.zigzag(8, 2), torch.arange(8.0)[None]
-    parts = [split.take(mask, rank) for rank in range(2)]
+    split, mask = ContextSplit.zigzag(12, 3), torch.arange(12.0)[None]
+    parts = [split.take(mask, rank) for rank in range(3)]
     with planted("mask-of-next-rank"):
-        assert torch.equal(split.take(mask, 0), parts[1])
-        assert torch.equal(split.take(mask, 1), parts[0])
-        assert torch.equal(split.take(mask.long(), 1), parts[1].long())  # tokens stay
+        for rank, following in enumerate((1, 2, 0)):
+            assert torch.equal(split.take(mask, rank), parts[following])
+            assert torch.equal(split.take(mask.long(), rank), parts[rank].long())  # tokens stay
 
 
 def test_micro_batches_are_confused_or_left_out(monkeypatch):
