@@ -156,7 +156,7 @@ def test_gains_and_biases_move_by_values_of_their_names_in_every_layout():
 
 
 class Routed(MoE):
-    """A layer of experts without experts, whose router sends tokens where it is told."""
+    """A layer of experts without experts, whose router sends tokens where a test needs them."""
 
     def __init__(self):
         nn.Module.__init__(self)
