@@ -119,19 +119,24 @@ def test_a_rank_reuses_its_last_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
             closed.append(self.layout)
 
     def bind(layout: ParallelLayout, *, device: Any, timeout: timedelta) -> Bound:
-        assert (device, timeout) == (torch.device("cpu"), timedelta(seconds=5))
+        assert (device, timeout) == (torch.device("cpu"), rank.collective_timeout)
         bound.append(layout)
         return Bound(layout)
 
     monkeypatch.setattr(Mesh, "bind", bind)
+    assert MAX_MESHES == 2
     rank = Rank(0, 24, torch.device("cpu"), timedelta(seconds=5))
-    layouts = [ParallelLayout(tp=tp).resolve(24) for tp in (1, 2, 3, 4, 6, 8)]
-    for layout in layouts[:MAX_MESHES]:
-        rank.mesh(layout)
+    one, two, three, four = (ParallelLayout(tp=tp).resolve(24) for tp in (1, 2, 3, 4))
+    rank.mesh(one)
+    rank.mesh(two)
     first = rank.mesh(ParallelLayout(tp=1))  # the data-parallel size follows
-    assert first.layout == layouts[0] and bound == layouts[:4] and closed == []
-    rank.mesh(layouts[4])
-    assert closed == [layouts[1]]  # the one that was not used for longest
-    assert rank.mesh(layouts[0]) is first
-    rank.mesh(layouts[5])
-    assert closed == layouts[1:3] and bound == layouts
+    assert first.layout == one and bound == [one, two] and closed == []
+    rank.mesh(three)
+    assert closed == [two]  # the one that was not used for longest
+    assert rank.mesh(one) is first
+    rank.mesh(four)
+    assert closed == [two, three] and bound == [one, two, three, four]
+    rank.collective_timeout = timedelta(seconds=50)  # of a call with more time
+    assert rank.mesh(one) is not first
+    rank.collective_timeout = timedelta(seconds=5)
+    assert rank.mesh(four).layout == four and bound == [one, two, three, four, one]

@@ -91,7 +91,6 @@ def test_memory_of_the_parts_by_hand():
     weights = 4 * (12 * 64**2 + 13 * 64) + 128 * 64 + 32 * 64 + 2 * 64
     assert use.memory["parameters"] == 4 * weights
     assert 8 * weights <= use.memory["optimizer state"] < 8.1 * weights
-    assert 4 * weights <= use.memory["gradients and buffers"] < 4.1 * weights
     assert use.peak >= 16 * weights and use.layers == 4
     assert 0.0 < use.seconds < 600.0
 

@@ -350,8 +350,8 @@ def test_recorded_settings_of_a_product_that_it_lacks_are_damage():
 
 
 def test_settings_of_a_product_that_give_other_parameters_are_refused_by_flag():
-    def run(rank):
-        return {"objective": {"linear_product": "lora", "lora.rank": rank, "lora.alpha": 16.0}}
+    def run(rank, alpha=16.0):
+        return {"objective": {"linear_product": "lora", "lora.rank": rank, "lora.alpha": alpha}}
 
     held = {
         "up.lora_a": SimpleNamespace(shape=(8, 4), group="model"),
@@ -361,7 +361,8 @@ def test_settings_of_a_product_that_give_other_parameters_are_refused_by_flag():
         "up.weight": SimpleNamespace(shape=(6, 4), group="model"),
     }
     saved = SimpleNamespace(path=PATH, tensors=held, values=lambda: {"run": run(8)})
-    refuse_other_tensors(saved, {"up.lora_a": (8, 4), "up.lora_b": (6, 8)}, run(8))
+    same = {"up.lora_a": (8, 4), "up.lora_b": (6, 8)}
+    refuse_other_tensors(saved, same, run(8, alpha=1.0))  # which changes no parameter
     with pytest.raises(TrainError) as refused:
         refuse_other_tensors(saved, {"up.lora_a": (2, 4), "up.lora_b": (6, 2)}, run(2))
     assert str(refused.value) == (
