@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Package:   torch 2.13.0, Gloo on a CPU; seen on 2026-11-28.
-# Guess:     a process group that nobody uses costs memory and threads, but no processor time.
+# Guess:     a process group without traffic costs memory and threads, but no processor time.
 # Behaviour: each Gloo group has a thread of its own that wakes up about 100 times a second for as long
 #            as the group exists, on every rank. Ten ranks with 100 groups each wake 100,000 times.
 set -euo pipefail
