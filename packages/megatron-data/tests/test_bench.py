@@ -66,7 +66,8 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"each must be at least 1 .megabytes: more than 0"):
             benchmark([path], ByteTokenizer(), **wrong)  # type: ignore[arg-type]
     path.write_text('{"text": "good"}\n' * 3)
-    found = benchmark([path], ByteTokenizer(), megabytes=16e-6, sequence_length=1)
     # Three lines of 16 bytes are one chunk; 12 tokens are 11 samples of a token and its label.
-    assert (found.phases[0].size, found.phases[0].documents) == (48, 3)
-    assert found.phases[2].tokens == found.phases[3].tokens == 12
+    for size, read in ((16.5e-6, 1), (48.5e-6, 1), (49.5e-6, 2)):
+        found = benchmark([path] * 3, ByteTokenizer(), megabytes=size, sequence_length=1)
+        assert (found.phases[0].size, found.phases[0].documents) == (48 * read, 3 * read)
+        assert found.phases[2].tokens == found.phases[3].tokens == 12 * read

@@ -244,6 +244,13 @@ def test_the_special_tokens_follow_from_the_tokenizer(tokenizer, tokens, types):
     assert sample["document_ids"].tolist() == [0] * (last + 1) + [-1] * (8 - last)
     whole = ClassificationDataset(rows((("ab", "c"), "x")), tokenizer, {"x": 0}, last + 1)
     assert whole[0]["tokens"].tolist() == tokens[: last + 1]  # it just fits
+    special = last + 1 - 3
+    short = ClassificationDataset(rows((("ab", "c"), "x")), tokenizer, {"x": 0}, special + 2)
+    assert short[0]["tokens"].tolist() == [token for token in tokens[: last + 1] if token != 11]
+    with pytest.raises(
+        DataError, match=f"too short for {special} special .* at least {special + 2}"
+    ):
+        ClassificationDataset(rows((("ab", "c"), "x")), tokenizer, {"x": 0}, special + 1)
 
 
 def test_a_tokenizer_without_an_end_of_texts_is_refused():
