@@ -130,15 +130,15 @@ def test_a_rank_that_hangs_is_shown_where_it_was(worker_pool: WorkerPool) -> Non
     assert "in hang_on" in hung[1].traceback and "in barrier" in hung[0].traceback
 
 
-def test_the_workers_of_the_last_two_numbers_of_ranks_wait_for_calls() -> None:
+def test_the_workers_of_the_last_three_numbers_of_ranks_wait_for_calls() -> None:
     def pid(rank: Rank) -> int:
         return os.getpid()
 
-    with WorkerPool(3) as pool:
-        one, two = pool.run(pid, ranks=1), pool.run(pid, ranks=2)
+    with WorkerPool(4) as pool:
+        one, two, three = (pool.run(pid, ranks=ranks) for ranks in (1, 2, 3))
         assert pool.run(pid, ranks=1) == one
-        pool.run(pid, ranks=3)
-        assert pool.run(pid, ranks=1) == one
+        pool.run(pid, ranks=4)
+        assert pool.run(pid, ranks=3) == three and pool.run(pid, ranks=1) == one
         assert not set(pool.run(pid, ranks=2)) & set(two)
 
 

@@ -124,19 +124,21 @@ def test_a_rank_reuses_its_last_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
         return Bound(layout)
 
     monkeypatch.setattr(Mesh, "bind", bind)
-    assert MAX_MESHES == 2
+    assert MAX_MESHES == 3
     rank = Rank(0, 24, torch.device("cpu"), timedelta(seconds=5))
-    one, two, three, four = (ParallelLayout(tp=tp).resolve(24) for tp in (1, 2, 3, 4))
+    layouts = [ParallelLayout(tp=tp).resolve(24) for tp in (1, 2, 3, 4, 6)]
+    one, two, three, four, six = layouts
     rank.mesh(one)
     rank.mesh(two)
-    first = rank.mesh(ParallelLayout(tp=1))  # the data-parallel size follows
-    assert first.layout == one and bound == [one, two] and closed == []
     rank.mesh(three)
+    first = rank.mesh(ParallelLayout(tp=1))  # the data-parallel size follows
+    assert first.layout == one and bound == layouts[:3] and closed == []
+    rank.mesh(four)
     assert closed == [two]  # the one that was not used for longest
     assert rank.mesh(one) is first
-    rank.mesh(four)
-    assert closed == [two, three] and bound == [one, two, three, four]
+    rank.mesh(six)
+    assert closed == [two, three] and bound == layouts
     rank.collective_timeout = timedelta(seconds=50)  # of a call with more time
     assert rank.mesh(one) is not first
     rank.collective_timeout = timedelta(seconds=5)
-    assert rank.mesh(four).layout == four and bound == [one, two, three, four, one]
+    assert rank.mesh(six).layout == six and bound == [*layouts, one]

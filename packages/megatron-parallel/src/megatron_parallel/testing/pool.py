@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_parallel.mesh.layout import ParallelLayout
 
 _START_TIMEOUT = 120.0  # seconds to import torch and join a group on a busy machine
-_MAX_SETS = 2  # of workers; the groups of idle ones cost time (`worker.MAX_MESHES`)
+_MAX_SETS = 3  # of workers; the groups of idle ones cost time (`worker.MAX_MESHES`)
 _GRACE = 1.0  # seconds for the other ranks to report after one has failed
 _BOOT = (
     "import json, sys; *settings, path = json.loads(sys.argv[1]); sys.path[:] = path; "
@@ -60,9 +60,9 @@ class WorkerPool:
     """Processes that run functions on several ranks.
 
     Workers are forked from one process that has imported torch, and joined by a process group
-    through a file, without ports. The pool keeps a set of workers for each of the last two numbers
-    of ranks. A failing call ends its set, and the next call starts a new one. Each worker computes
-    with one thread. Workers end with the process that owns the pool, even if it is killed.
+    through a file, without ports. The pool keeps a set of workers for each of the last three
+    numbers of ranks. A failing call ends its set, and the next call starts a new one. Each worker
+    computes with one thread. Workers end with the process that owns the pool, even if it is killed.
 
     Not thread-safe.
 
