@@ -97,6 +97,9 @@ def test_steps_grow_with_the_samples_consumed():
     assert number(batches(3, mock_data=True).validation()) == [2, 2, 2]
     ids = [b.fields["sample_ids"].tolist() for step in found.training(0) for b in step]
     assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    for steps in (found.validation(), found.testing()):  # from the first sample on
+        ids = [b.fields["sample_ids"].tolist() for step in steps for b in step]
+        assert ids == [[0, 1], [2, 3]]
 
 
 class Numbers:
@@ -195,6 +198,53 @@ class Source:
 
 class SourceError(ValueError):
     """An error of a source."""
+
+
+def test_a_rank_hears_the_steps_of_the_reading_rank_and_its_error(monkeypatch):
+    """The second of two tensor-parallel ranks gets what the first has sent before."""
+
+    class Nameless(Source):
+        def testing(self):
+            raise SourceError
+
+    sent = []
+
+    def send(tensors, axis, *, device, purpose):
+        if axis.name == "pp":
+            sent.append(dict(tensors))
+        return tensors
+
+    monkeypatch.setattr("megatron_train.broadcast_batches.broadcast_tensors", send)
+    reader = BroadcastBatches(Mesh.single(), Nameless)
+    assert len(list(reader.training(5))) == 1
+    for read in (lambda: list(reader.validation()), reader.testing):
+        with pytest.raises(SourceError):
+            next(iter(read()))
+    messages = iter(sent)
+
+    def hear(tensors, axis, *, device, purpose):
+        if axis.name == "pp":
+            return tensors
+        assert tensors == {}
+        return next(messages)
+
+    monkeypatch.setattr("megatron_train.broadcast_batches.broadcast_tensors", hear)
+    mesh = Mesh(ParallelLayout(tp=2, dp=1), 1)
+    other = BroadcastBatches(mesh, lambda: pytest.fail("it does not read"))
+    assert (other.has_test, other.no_test_reason) == (False, "no text")
+    (step,) = other.training(5)
+    (theirs,) = Source().training(5)
+    assert [(b.samples, b.tokens) for b in step] == [(2, 6), (1, 2)]
+    for one, same in zip(step, theirs, strict=True):
+        assert one.fields.keys() == same.fields.keys()
+        assert all(torch.equal(one.fields[name], same.fields[name]) for name in one.fields)
+    steps = other.validation()
+    assert number([next(steps)]) == [1]
+    with pytest.raises(TrainError, match=r"^a sample is damaged$"):
+        next(steps)
+    with pytest.raises(TrainError, match=r"^SourceError$"):
+        next(other.testing())
+    assert next(messages, None) is None
 
 
 def test_broadcast_batches_are_those_of_the_reading_rank():

@@ -304,11 +304,11 @@ def test_evaluations_come_at_intervals_and_at_the_end_and_the_test_at_the_end(it
     console.lines.clear()
     trainer = at(iteration)
     trainer.evaluates_averages = True
-    callback = evaluation.TestSetEvaluation(console, list)
-    callback.on_step(trainer, replace(REPORT, iteration=4))
-    assert (
-        " validation loss at iteration 4 on test set with averaged weights | " in console.lines[1]
-    )
+    for kind, more in ((evaluation.TestSetEvaluation, ()), (evaluation.Evaluation, (4,))):
+        kind(console, list, *more).on_step(trainer, replace(REPORT, iteration=4))
+    for line, where in ((1, "4 on test set"), (4, "4")):
+        start = f" validation loss at iteration {where} with averaged weights | "
+        assert console.lines[line].startswith(start)
 
 
 def test_a_run_stops_at_multiples_of_steps_and_after_minutes(monkeypatch):

@@ -1,8 +1,10 @@
 """Layers whose passes are recorded and replayed, with a recorder that runs them again on a CPU."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
-from megatron_train.cuda_graphs import GraphBackend
+from megatron_train.cuda_graphs import CudaCapture, GraphBackend
 from megatron_train.errors import TrainError
 from rerun import Rerun
 from torch import Tensor, nn
@@ -112,3 +114,50 @@ def test_an_evaluation_is_not_recorded(capture, backend):
     with torch.no_grad():
         layers[0](torch.ones(3, 6, dtype=torch.float64), mask)
     assert capture.recorded == 0
+
+
+class Watched(Layer):
+    """A layer with a second output that has no gradient."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the stream, and its largest input."""
+        return super().forward(x, mask), x.detach().amax()
+
+
+def test_outputs_without_a_gradient_stay_so_when_they_are_replayed(capture, backend):
+    torch.manual_seed(4)
+    plain, mask = Watched().double(), torch.ones(3, 10).double()
+    (ours,) = compiled(nn.ModuleList([Watched().double()]), backend)
+    ours.load_state_dict(plain.state_dict())
+    for _ in range(5):
+        backend.begin_step()
+        x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+        y, largest = ours(x, mask)
+        assert largest == x.amax() and not largest.requires_grad
+        gradients = torch.autograd.grad(y.square().sum(), [x, *ours.parameters()])
+        expected = torch.autograd.grad(plain(x, mask)[0].square().sum(), [x, *plain.parameters()])
+        torch.testing.assert_close(gradients, expected, rtol=1e-13, atol=1e-13)
+    assert (capture.recorded, capture.replayed) == (2, 2 * 2)
+
+
+def test_a_cuda_graph_is_replayed_after_its_capture_which_computes_nothing(monkeypatch):
+    calls = []
+
+    class Graph:
+        def replay(self):
+            calls.append("replay")
+
+    @contextmanager
+    def capturing(graph, *, pool, capture_error_mode):
+        calls.append((pool, capture_error_mode))
+        yield
+        calls.append("captured")
+
+    fakes = {"graph_pool_handle": lambda: "pool", "CUDAGraph": Graph, "graph": capturing}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    results, replay = CudaCapture().record(lambda: calls.append("run") or ["result"])
+    assert results == ["result"]
+    assert calls == [("pool", "thread_local"), "run", "captured", "replay"]
+    replay()
+    assert calls[4:] == ["replay"]

@@ -216,7 +216,8 @@ def test_a_condition_is_known_up_to_a_limit(known, unknown, tmp_path):
     assert read(tmp_path, f"A=0\n{unknown}\nRUN $A").arguments != ("1",)
 
 
-FILES = ("data.bin", ".hidden", "sub/x.txt", "sub/y", "deep/a/b")
+FILES = ("data.bin", ".hidden", "sub/x.txt", "sub/y", "deep/a/b", "z.bin", "sub/z", "deep/a/c")
+"""Files before and after folders, in every order in which a folder may list them."""
 
 
 @pytest.mark.parametrize(

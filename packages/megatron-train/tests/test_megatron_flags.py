@@ -15,6 +15,7 @@ from megatron_train.config.flags import (
     implied_flags,
 )
 from megatron_train.config.run_sections import run_options, sections
+from megatron_train.errors import TrainError
 from megatron_train.megatron_lm.page import render_flags
 from megatron_train.megatron_lm.table import STATUSES, megatron_flags
 
@@ -315,6 +316,8 @@ def test_layers_per_virtual_stage_determine_the_number_of_stages(capsys, monkeyp
         monkeypatch.setenv("WORLD_SIZE", text)
         assert f"WORLD_SIZE={text} in the environment is not" in settings("", capsys)
     monkeypatch.delenv("WORLD_SIZE")
+    alone = f"{words.rsplit(maxsplit=1)[-1]} 5"
+    assert "5 does not divide 12 layers on 1 pipeline ranks" in settings(alone, capsys)
     both = f"{words} 2 --num-virtual-stages-per-pipeline-rank 3"
     for wrong, message in {
         f"{words} 4": "does not divide 12 layers on 2 pipeline ranks",
@@ -324,6 +327,46 @@ def test_layers_per_virtual_stage_determine_the_number_of_stages(capsys, monkeyp
     }.items():
         error = settings(wrong, capsys)
         assert message in error and error.count("\n") == 1
+
+
+def read_table(folder, monkeypatch, **files):
+    """Reads a table of flags from files of these names and contents."""
+    (folder / "flags").mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / "flags" / f"{name}.yaml").write_text(text)
+    monkeypatch.setattr("megatron_train.megatron_lm.table.resources.files", lambda _: folder)
+    return megatron_flags()
+
+
+def test_a_table_has_the_flags_of_its_files_in_the_order_of_names(tmp_path, monkeypatch):
+    found = read_table(
+        tmp_path,
+        monkeypatch,
+        b="title: later\nparser: false\nno_effect: {it is done: [--d, --c N N]}\n",
+        a="title: first\nworks: {'x y, z': ['--b {p,q}', '--a N...', '--e [N...]']}\n",
+    )
+    assert list(found) == ["--b", "--a", "--e", "--d", "--c"]
+    choice, several, any_number, switch, pair = found.values()
+    assert [flag.arity for flag in found.values()] == [1, "+", "*", 0, 2]
+    assert (choice.status, choice.commands, choice.reason) == ("works", ("x y", "z"), "")
+    assert choice.choices == ("p", "q") and several.choices == any_number.choices == ()
+    assert (pair.status, pair.commands, pair.reason) == ("no effect", (), "it is done")
+    assert (choice.subject, choice.in_parser) == ("first", True)
+    assert (switch.subject, switch.in_parser, switch.metavar) == ("later", False, "")
+    assert choice.message() == "--b is a flag of x y and z" and not choice.accepted
+    assert switch.accepted and switch.message() == "--d has no effect here: it is done"
+    assert choice.invalid_value_message(["p", "q"]) == several.invalid_value_message(["r"]) == ""
+    assert choice.invalid_value_message(["p", "r"]) == (
+        "--b r is not supported; give p or q, or leave it out"
+    )
+
+
+def test_a_table_with_an_unknown_status_or_a_flag_twice_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(TrainError, match="table of flags, first: unknown status 'wroks'"):
+        read_table(tmp_path, monkeypatch, a="title: first\nwroks: {x: [--a]}\n")
+    twice = "title: second\nplanned: {x: [--a]}\n"
+    with pytest.raises(TrainError, match="table of flags, second: --a is listed twice"):
+        read_table(tmp_path, monkeypatch, a=twice, b=twice)
 
 
 def test_the_page_is_up_to_date():

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron_models import GPTConfig, Placement, find_kind, output_name, scores_name
 from megatron_optim import QKClipConfig
 from megatron_parallel import Mesh
+from megatron_train.errors import TrainError
 from megatron_train.observation import MAX_LOGIT, Observation
 
 MODEL = GPTConfig(
@@ -76,3 +78,52 @@ def test_scores_above_the_threshold_shrink_the_rows_of_their_group():
         per_row = factors[group].unique().tolist()  # of queries, keys and values
         assert per_row == pytest.approx([gamma**0.75, gamma**0.25, 1.0])
         assert math.prod(per_row) == pytest.approx(gamma)
+
+
+class Mixer:
+    """Stands for the settings of a part of a layer that mixes tokens."""
+
+    def __init__(self, pairs=1, rows=None, error=None, heads=4):
+        self._pairs, self._rows, self._error, self.heads = pairs, rows, error, heads
+
+    def multiply_adds_per_pair(self):
+        return self._pairs
+
+    def clipped_rows(self, alpha):
+        if self._error is not None:
+            raise ValueError(self._error)
+        return {"weight": ()} if self._rows is None else self._rows
+
+
+def watched(layers, clip=False):
+    model = SimpleNamespace(numbered_mixers=layers)
+    return Observation(model, [], QKClipConfig(qk_clip=clip), 3, scores=not clip, outputs=False)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_scores_are_those_of_layers_with_attention(clip):
+    recurrent = Mixer(pairs=0, error="no rows")
+    found = watched({1: [recurrent], 5: [recurrent, Mixer()], 7: [Mixer(heads=2)]}, clip)
+    assert found.reports(3).maxima == {scores_name(5): 4, scores_name(7): 2}
+
+
+@pytest.mark.parametrize(
+    ("clip", "layers", "message"),
+    [
+        (False, {1: [Mixer(pairs=0)], 2: []}, "has no effect, since no layer has attention; leave"),
+        (True, {}, "has no effect, since no layer has attention; leave it out"),
+        (True, {1: [Mixer()], 3: [Mixer(error="it is gone")]}, "has no effect in layer 3: it is g"),
+        (True, {1: [Mixer()], 3: [Mixer(rows={})]}, "does not support the Mixer of layer 3; leave"),
+        (True, {4: [Mixer(), Mixer()]}, "does not support the Mixer of layer 4; leave it out"),
+        (False, {4: [Mixer(), Mixer()]}, "does not support the Mixer of layer 4; leave it out"),
+    ],
+)
+def test_layers_whose_scores_cannot_be_bounded_or_measured_are_refused(clip, layers, message):
+    flag = "--qk-clip" if clip else "--log-max-attention-logit"
+    with pytest.raises(TrainError, match=f"^{flag} {message}"):
+        watched(layers, clip)
+
+
+def test_scores_are_measured_where_they_cannot_be_bounded():
+    found = watched({3: [Mixer(error="it is gone")], 4: [Mixer(rows={})]})
+    assert found.reports(3).maxima == {scores_name(3): 4, scores_name(4): 4}

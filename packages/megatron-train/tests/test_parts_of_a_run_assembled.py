@@ -7,6 +7,8 @@ import torch
 from megatron_ckpt import SingleProcessCoordinator
 from megatron_parallel import Mesh
 from megatron_train.assembly import build_trainer, choose_dtype
+from megatron_train.callbacks import evaluation
+from megatron_train.callbacks.log_line import LogLine
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
@@ -15,6 +17,7 @@ from megatron_train.products import products_of
 from megatron_train.starting_point import StartingPoint
 from megatron_train.tasks.kinds import find_task_kind
 
+from .test_callbacks import REPORT, at
 from .test_configuration import MINIMAL, parse
 
 NO_BATCHES = SimpleNamespace(training=iter, has_test=False, no_test_reason="")
@@ -103,3 +106,31 @@ def test_a_run_prints_records_evaluates_and_saves_last(flags, names, tmp_path, m
 def test_a_run_begins_at_random_without_a_checkpoint():
     start = StartingPoint.find(CheckpointConfig(), SingleProcessCoordinator())
     assert start == StartingPoint() and start.family is None
+
+
+def test_losses_reach_what_records_them(tmp_path, monkeypatch):
+    heard = []
+
+    class Heard:
+        def __init__(self, *_):
+            pass
+
+        def __getattr__(self, name):
+            return lambda *losses: heard.append((name, *losses))
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("Recorder", "TensorBoard"):
+        monkeypatch.setattr(f"megatron_train.pretrain.{name}", Heard)
+    config = parse(f"{MINIMAL} --no-progress --save s --tensorboard-dir t --log-interval 1")
+    batches = SimpleNamespace(validation=lambda: "abcd", testing=lambda: "ab", has_test=True)
+    console = Console(silent=True)
+    run = _Run(config, console, Mesh.single(), None, batches, None, {}, StartingPoint(), {})
+    for callback in run.callbacks():
+        if isinstance(callback, LogLine | evaluation.Evaluation | evaluation.TestSetEvaluation):
+            callback.on_step(at(2, train_iters=2), REPORT)
+    assert heard == [
+        ("record_log_line", 2, {"lm loss": 3.0}),
+        ("record_validation", 2, {"lm loss": 4.0}),
+        ("write_validation", 2, {"lm loss": 4.0}),
+        ("record_test", 2, {"lm loss": 2.0}),
+    ]

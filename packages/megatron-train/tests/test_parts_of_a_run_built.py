@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron_ckpt import SingleProcessCoordinator
-from megatron_parallel import Mesh, Sharding
+from megatron_parallel import Mesh, ParallelLayout, Sharding
 from megatron_parallel.tensor_parallel import UNFUSED_CROSS_ENTROPY, LinearCrossEntropy
 from megatron_train import assembly
 from megatron_train._command import nearest
@@ -220,6 +220,12 @@ def test_output_is_passed_on_when_a_line_ends():
 
 def test_one_rank_agrees_with_itself():
     assert type(coordinator_of(Mesh.single())) is SingleProcessCoordinator
+
+
+def test_several_ranks_agree_over_their_mesh(monkeypatch):
+    monkeypatch.setattr("megatron_train.mesh_coordinator.MeshCoordinator", lambda mesh: [mesh])
+    mesh = Mesh(ParallelLayout(dp=2), 0)
+    assert coordinator_of(mesh) == [mesh]
 
 
 @pytest.mark.parametrize(

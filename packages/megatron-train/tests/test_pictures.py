@@ -1,15 +1,18 @@
 """Pictures in PNG: boxes are at their pixels, and bars have the lengths of their numbers."""
 
 import json
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from megatron_parallel.pipeline import Picture
 from megatron_train.cli import main
+from megatron_train.errors import TrainError
 from megatron_train.metrics.plot import plot_losses
 from megatron_train.metrics.records import Records
-from megatron_train.report.picture import write_picture
+from megatron_train.report.picture import check_picture_path, write_picture
 
 SMALL = (
     "dry-run gpt --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
@@ -115,3 +118,40 @@ def test_losses_have_a_curve_a_mean_and_a_legend(trained, evaluated, tmp_path, f
     assert ([text.get_text() for text in legend.texts] if legend else []) == labels
     texts = axes.get_xlabel(), axes.get_ylabel(), axes.get_title()
     assert texts == ("step", "lm loss (nats per token)", "lm loss by step")
+
+
+def test_a_curve_of_losses_is_drawn_faintly_below_its_mean(tmp_path, monkeypatch):
+    """The mean covers a hundredth of all steps on either side."""
+    matplotlib, kept = pytest.importorskip("matplotlib.figure"), []
+    monkeypatch.setattr(
+        matplotlib.Figure,
+        "savefig",
+        lambda figure, path, **_: kept.append(figure) or path.write_bytes(b""),
+    )
+    train = [{"iteration": n, "lm loss": 9.0 * (n == 50)} for n in range(1, 101)]
+    plot_losses(Records(train, [], []), "lm loss", tmp_path / "loss.png")
+    each, mean = kept[0].axes[0].lines
+    assert 0 < each.get_alpha() < 0.5 and mean.get_alpha() is None
+    assert 0 < each.get_linewidth() < mean.get_linewidth()
+    assert list(each.get_ydata()) == [step["lm loss"] for step in train]
+    found = dict(zip(mean.get_xdata(), mean.get_ydata(), strict=True))
+    assert {n: loss for n, loss in found.items() if loss} == {49: 3.0, 50: 3.0, 51: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.pdf", r"a\.pdf: the file name must end in \.svg or \.png$"),
+        ("a", "a: the file name must end in"),
+        ("none/a.svg", r"none/a\.svg: the folder none does not exist; create it$"),
+        ("a.svg", ""),
+        ("a.png", ""),
+    ],
+)
+def test_a_picture_is_of_a_known_format_in_a_folder_that_exists(
+    name, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    refused = pytest.raises(TrainError, match=f"^--output {message}") if message else nullcontext()
+    with refused:
+        check_picture_path(Path(name))

@@ -93,6 +93,48 @@ def test_measures_of_layers_have_a_chart_with_their_range():
     assert "layer_0 of step" not in page and "skipped steps" not in page
 
 
+def figure_of(page, title):
+    """Returns the figure of a page with a title, and the points of its named curves."""
+    figure = re.search(rf"<figure><figcaption>{re.escape(title)}<.*?</figure>", page)[0]
+    return figure, {line["name"]: line["points"] for line in data_of(figure)["lines"]}
+
+
+def test_losses_and_rates_are_means_over_a_hundredth_and_a_fiftieth_of_the_steps_on_each_side():
+    """Of 100 steps, the 50th has a loss of 9 and ten times the rate of 200 tokens per second."""
+    train = [step(n, 9.0 if n == 50 else 0.0) for n in range(1, 101)]
+    train[49]["seconds"] = 0.05
+    page = render_page("run", Records(train, RECORDS.validation, [START]), "")
+    figure, curves = figure_of(page, "lm loss (nats per token)")
+    near = {49, 50, 51}
+    assert curves["training"] == [[n, 3.0 if n in near else 0.0] for n in range(1, 101)]
+    assert curves["validation"] == [[2, 4.5], [4, 4.25]]
+    assert figure.count('<circle class="second"') == 2 and "<circle class" in figure
+    _, rates = figure_of(page, "Throughput (tokens per second)")
+    near = {48, 49, 50, 51, 52}
+    expected = [[n, (4 * 200 + 2000) / 5 if n in near else 200] for n in range(1, 101)]
+    assert [[n, pytest.approx(rate)] for n, rate in rates["tokens/s"]] == expected
+
+
+def test_the_rate_and_the_norm_have_charts_of_their_own():
+    train = [step(n, 1.0, learning_rate=0.5 / n, grad_norm=2.0 * n) for n in (1, 2)]
+    page = render_page("run", Records(train, [], [START]), "")
+    assert figure_of(page, "Learning rate")[1] == {"learning rate": [[1, 0.5], [2, 0.25]]}
+    assert figure_of(page, "Gradient norm")[1] == {"gradient norm": [[1, 2], [2, 4]]}
+
+
+def test_a_page_says_what_there_is_none_of():
+    none, some = (render_page("run", each, "") for each in (Records([], [], []), RECORDS))
+    for page, empty in ((none, True), (some, False)):
+        assert ("<p>No step is recorded yet.</p>" in page) == empty
+        assert "<h2>Configuration</h2><pre>not recorded</pre>" in page
+    assert "not recorded" not in render_page("run", RECORDS, "model: {}")
+
+
+def test_a_time_beyond_all_calendars_is_the_longest_one():
+    page = render_page("run", Records([step(1, 1.0, seconds=1e50)], [], []), "")
+    assert tile(page, "in steps") == "999999999 days, 23:59:59"
+
+
 def test_tiles_leave_out_what_is_not_recorded():
     old = {"kind": "train", "iteration": 1, "lm loss": 4.5}
     odd = [
@@ -288,8 +330,13 @@ def test_the_command_writes_a_complete_page_or_none(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "tra']))
     assert main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
-    assert "Running or killed" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "Running or killed" in page and f"<h1>{tmp_path.name}</h1>" in page
+    assert "<pre>not recorded</pre>" in page
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
+    (tmp_path / "config.yaml").write_text("model: {num_layers: 2}\n")
+    assert main(["report", str(tmp_path)]) == 0
+    assert "<pre>model: {num_layers: 2}\n</pre>" in (tmp_path / "report.html").read_text()
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").exists()
 

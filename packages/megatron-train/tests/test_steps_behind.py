@@ -93,6 +93,22 @@ def test_a_step_that_is_not_finite_ends_the_run_before_another_update(make_train
     assert trainer.optimizer.steps == bad
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_saves_after_a_step_that_is_not_finite(make_trainer, rank):
+    """Rank 0 would notice it when it asks for the state, which the other ranks do not."""
+    saved, trainer = [], behind(make_trainer(check_for_nan=True))
+    store = SimpleNamespace(save=lambda iteration, *_, **__: saved.append(iteration))
+    saver = Saver(store, {}, None, 1, None, Console(silent=True))
+    steps, mesh = spoil(trainer.micro_batches, {1})(0), trainer.engine.mesh
+    for _ in range(2):
+        trainer.step(steps)  # that the second one was not finite is not known yet
+    parts = {name: getattr(mesh, name) for name in ("axis", "device", "layout")}
+    trainer.engine.mesh = SimpleNamespace(rank=rank, **parts)
+    with pytest.raises(TrainError, match=r"^step 2: lm loss is inf"):
+        saver.on_step(trainer, SimpleNamespace(iteration=2))
+    assert saved == []
+
+
 def test_a_step_that_is_not_finite_is_not_saved(make_trainer, tmp_path):
     store = CheckpointStore(tmp_path)
     saver = Saver(store, {}, None, 1, None, Console(silent=True))

@@ -1,5 +1,6 @@
 """Configurations as YAML: the file in the folder of a run, and the output of --print-config."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def format_config(config: RunConfig, values: Values) -> str:
 def _line(option: Option, value: Any, origin: str) -> str:
     if isinstance(value, tuple):
         value = list(value)
-    shown = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True)
+    shown = yaml.safe_dump([value], default_flow_style=True, width=math.inf, allow_unicode=True)
     text = f"  {option.name}: {shown.strip()[1:-1]}"
     if value is None:
         text = f"  # {option.name}: not set"
