@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from megatron_train._command import CommandError, Help, Parser, run_command
+from megatron_train.config.grouped_help import format_brief_help, format_whole_help
 
 
 def parser(run=lambda arguments: 0):
@@ -189,3 +190,46 @@ def test_an_option_of_a_subcommand_stands_after_its_name(capsys):
             made.parse_args(words)
         assert caught.value.lines[0].startswith(message)
     assert made.parse_args(["--quiet", "make", "--count", "3"]).count == "3"
+
+
+# -- groups of flags -------------------------------------------------------------------------------
+
+
+def grouped(*names):
+    """Returns the lines of the groups in the brief help of a parser of flags by group."""
+    made, groups = Parser(prog="tool"), {}
+    for number, flags in enumerate(names):
+        group = groups["ab" * (number + 1)] = made.add_argument_group(f"title {number}")
+        for flag in flags:
+            group.add_argument(flag, help=argparse.SUPPRESS if flag == "--hidden" else "a flag")
+    lines = format_brief_help(made, groups).splitlines()
+    start = lines.index("groups of flags (--help-all GROUP shows those of a group):")
+    return lines[start + 1 :]
+
+
+def test_a_group_is_a_line_with_the_number_of_its_flags_and_the_first_of_them(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    short, long, longer = f"--{'x' * 38}", f"--{'y' * 40}", f"--{'y' * 41}"
+    lines = grouped(["--one", "--hidden"], ["--a", "--hidden", "--b", "--c"])
+    assert lines == ["  ab      1 flag  --one", "  abab    3 flags --a, --b, --c"]
+    whole = f"  ab    2 flags {short}, {long}"
+    assert len(whole) == 100 and grouped([short, long]) == [whole]
+    assert grouped([short, longer]) == [f"  ab    2 flags {short}, ..."]
+    assert grouped([short, long, "--z"]) == [f"  ab    3 flags {short}, ..."]
+    assert grouped([f"--{'x' * 90}", "--z"]) == ["  ab    2 flags ..."]
+
+
+def test_other_groups_and_whole_help_show_every_flag():
+    made = Parser(prog="tool", description="Do it.", epilog="the end")
+    made.add_argument("--plain", help="a flag of its own")
+    first, second = (made.add_argument_group(f"title {n}", f"about {n}") for n in (1, 2))
+    first.add_argument("--one", help="the first flag")
+    second.add_argument("--two", help="the second flag")
+    brief = format_brief_help(made, {"first": first, "second": second})
+    assert "a flag of its own" in brief and "the first flag" not in brief
+    assert "  first     1 flag  --one\n  second    1 flag  --two\n" in brief
+    for groups, shown in (((), "-h --plain --one --two"), ([second], "--two")):
+        text = format_whole_help(made, groups)
+        flags = [line.split()[0].rstrip(",") for line in text.splitlines() if line[:3] == "  -"]
+        assert flags == shown.split()
+        assert "Do it." in text and text.endswith("the end\n") and "about 2" in text

@@ -215,6 +215,10 @@ def test_finetuning_takes_model_and_tokenizer_of_its_checkpoint(capsys, tmp_path
     own = shown(f"{words} narrow --tokenizer-type ByteTokenizer", capsys)["data"]
     assert own["tokenizer_type"] == "ByteTokenizer" and "tokenizer_model" not in own
     assert "tokenizer_model" not in shown(f"{words} wide", capsys)["data"]
+    # The size in a checkpoint has the end-of-document token, which --vocab-size has not.
+    null = f"{words} wide --tokenizer-type NullTokenizer"
+    assert shown(null, capsys)["model"]["vocab_size"] == 256
+    assert shown(f"{null} --vocab-size 257", capsys)["model"]["vocab_size"] == 257
     assert (
         shown(f"{words} narrow --attention-dropout 0", capsys)["training"]
         | {"attention_dropout": 0.1}

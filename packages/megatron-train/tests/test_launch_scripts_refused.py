@@ -197,6 +197,20 @@ def test_a_script_is_read_up_to_a_limit(largest, larger, message, tmp_path):
         assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize("text", [":\n:\n{0}", "( : ) && {0}", "if :; then {0}; fi", "{{ {0}; }}"])
+def test_a_script_has_a_limited_number_of_commands(text, tmp_path, monkeypatch):
+    """Groups and conditions count with their commands; those of a subshell in it alone."""
+    limit = "megatron_train.megatron_lm.bash.interpreter._MOST_COMMANDS"
+    count = {":": 3, "(": 2, "i": 3, "{": 2}[text[0]]
+    for most, refused in ((count, False), (count - 1, True)):
+        monkeypatch.setattr(limit, most)
+        if refused:
+            with pytest.raises(TrainError, match=r"line \d: the script has too many commands"):
+                read(tmp_path, text.format("RUN a"))
+        else:
+            assert read(tmp_path, text.format("RUN a")).arguments == ("a",)
+
+
 @pytest.mark.parametrize(
     ("known", "unknown"),
     [

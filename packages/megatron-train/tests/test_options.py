@@ -1,13 +1,16 @@
 """Options are read from dataclasses and convert values."""
 
 from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
-from megatron_train.config.flags import describe
+from megatron_train.config.flags import Parser, add_options, describe
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.run_sections import run_options
 from megatron_train.errors import TrainError
+
+TITLE = {"s": "section"}
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,28 @@ def test_help_has_unit_bounds_and_default():
 
 
 @pytest.mark.parametrize(
+    ("hint", "length", "braces"),
+    [
+        (str, 78, True),
+        (str, 79, False),
+        # argparse shows the choices of several values twice
+        (tuple[str, ...], 38, True),
+        (tuple[str, ...], 39, False),
+    ],
+)
+def test_choices_that_are_too_long_for_a_line_are_in_the_help(hint, length, braces, monkeypatch):
+    """With the braces, up to 80 columns stand after a flag."""
+    monkeypatch.setenv("COLUMNS", "200")
+    choice = "x" * length
+    value = field(default=None, metadata={"choices": (choice,), "help": "a value"})
+    parser = Parser(prog="tool")
+    add_options(parser, options_of(make_dataclass("Section", [("value", hint, value)]), "s"), TITLE)
+    text = " ".join(parser.format_help().partition("section:")[2].split())
+    assert text.startswith(f"--value {{{choice}}}" if braces else "--value KIND")
+    assert text.endswith("a value" if braces else f"{choice}: a value")
+
+
+@pytest.mark.parametrize(
     ("hint", "default", "required", "optional"),
     [
         (int, {}, True, False),
@@ -166,6 +191,31 @@ def test_a_setting_is_required_without_a_default_and_may_be_unset_if_its_type_or
     (option,) = options_of(made, "section")
     assert (option.required, option.optional) == (required, optional)
     assert option.default == ((1, 2) if "default_factory" in default else default.get("default"))
+
+
+@pytest.mark.parametrize(
+    ("hint", "kind", "repeated", "optional", "choices"),
+    [
+        (int | float, "number", False, False, ()),
+        (int | float | None, "number", False, True, ()),
+        (Path, "text", False, False, ()),
+        (Path | None, "text", False, True, ()),
+        (tuple[Path, ...], "text", True, False, ()),
+        (tuple[Literal["a", "b"], ...] | None, "text", True, True, ("a", "b")),
+        (Literal[1, 2], "integer", False, False, (1, 2)),
+        (bool, "switch", False, False, ()),
+    ],
+)
+def test_the_kind_of_a_setting_is_that_of_its_type(hint, kind, repeated, optional, choices):
+    (option,) = options_of(make_dataclass("Section", [("value", hint)]), "section")
+    found = (option.kind, option.repeated, option.optional, option.choices)
+    assert found == (kind, repeated, optional, choices)
+
+
+@pytest.mark.parametrize("hint", [int | str, int | str | None, list[int], bytes, tuple[bytes, ...]])
+def test_a_setting_of_several_types_or_of_another_is_an_error_of_its_class(hint):
+    with pytest.raises(TypeError, match=r"^section\.value: a setting cannot have the type "):
+        options_of(make_dataclass("Section", [("value", hint)]), "section")
 
 
 def test_a_setting_is_written_as_arguments():

@@ -178,6 +178,13 @@ def test_an_unknown_quantization_is_refused(capsys, hf):
     assert "quantization_config" in error and "awq" in error and error.count("\n") == 1
 
 
+def test_a_config_of_another_kind_of_model_is_refused(capsys, hf):
+    words = ["plan", "mamba", "--count", "--seq-length", "16", *hf(LLAMA3_8B)]
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert "is a model of kind gpt, not mamba; give gpt instead of mamba" in error
+
+
 @pytest.mark.parametrize("content", ["[", "[]", '{"architectures": ["Strange"]}'])
 def test_a_strange_config_is_refused_in_one_line(content, capsys, tmp_path):
     file = tmp_path / "config.json"

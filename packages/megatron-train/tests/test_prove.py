@@ -58,6 +58,26 @@ def test_a_layout_that_needs_more_ranks_is_refused_with_their_number() -> None:
     assert small_layout(ParallelLayout(tp=8, cp=2, pp=4, dp=16), 16).world_size == 16
 
 
+@pytest.mark.parametrize(
+    ("levels", "max_ranks", "small"),
+    [
+        ((2, 4), 8, (2, 4)),
+        ((2, 4), 4, (2, 2)),
+        ((4, 2), 4, (2, 2)),
+        ((4, 1), 4, (4, 1)),
+        ((4, 1), 2, (2, 1)),
+        ((1, 4), 2, (1, 2)),
+        ((3, 2), 6, (3, 2)),
+    ],
+)
+def test_levels_of_context_parallelism_with_several_ranks_keep_several(
+    levels: tuple[int, int], max_ranks: int, small: tuple[int, int]
+) -> None:
+    layout = ParallelLayout(cp=levels[0] * levels[1], hierarchical_cp=levels, dp=1)
+    found = small_layout(layout, max_ranks)
+    assert (found.cp, found.hierarchical_cp) == (small[0] * small[1], small)
+
+
 def test_the_least_size_of_tensor_parallelism_counts_for_the_number_of_ranks() -> None:
     layout = ParallelLayout(tp=8, dp=4)
     assert small_layout(layout, 4) == ParallelLayout(tp=2, dp=2)

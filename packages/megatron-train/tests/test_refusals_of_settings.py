@@ -1,9 +1,13 @@
 """Limits and pairs of settings: what is refused, beside the nearest run that is accepted."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 from megatron_models import ConfigError
 from megatron_train.config.batch_size import BatchSizeSchedule
-from megatron_train.errors import TrainError
+from megatron_train.config.run import RunConfig
+from megatron_train.errors import TrainError, UsageError
 
 from .test_configuration import IN_SAMPLES, MINIMAL, SAMPLES, parse
 
@@ -162,6 +166,18 @@ PAIRS = [
         "--float64 --no-accumulate-allreduce-grads-in-fp32",
         1,
         "needs --bf16 or --fp16; give both or leave it out",
+    ),
+    (
+        f"{BF16} --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation",
+        "--fp16 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation",
+        1,
+        "--ddp-reduce-scatter-with-fp32-accumulation sends gradients in bf16, so it needs --bf16",
+    ),
+    (
+        f"{BF16} --use-precision-aware-optimizer --main-params-dtype bf16",
+        "--fp16 --use-precision-aware-optimizer --main-params-dtype bf16",
+        1,
+        "--main-params-dtype bf16 is for weights in bfloat16, but they are in float16; use bf16",
     ),
     ("--fp16 --initial-loss-scale 8", "--bf16 --initial-loss-scale 8", 1, "no effect without --fp"),
     (
@@ -331,6 +347,47 @@ def test_a_ramp_needs_its_final_size_and_a_length_in_samples():
         with pytest.raises(TrainError) as caught:
             parse(command)
         assert message in str(caught.value)
+
+
+def test_an_evaluation_needs_data_and_test_data_an_evaluation():
+    plain = MINIMAL.replace("--data-path corpus", "")
+    train, valid, test = (f"--{name}-data-path {name}" for name in ("train", "valid", "test"))
+    for flags in (f"{train} {valid} {test}", f"{train} --eval-iters 0", "--mock-data"):
+        assert parse(f"{plain} {flags}")
+    assert parse(MINIMAL).evaluation.eval_iters > 0  # on a share of the corpus
+    for flags, message in (
+        (train, "no validation data: give --valid-data-path, or --eval-iters 0 to skip"),
+        (f"{train} {test}", "no validation data"),
+        (f"{train} {test} --eval-iters 0", "--test-data-path has no effect with --eval-iters 0"),
+    ):
+        with pytest.raises(TrainError) as caught:
+            parse(f"{plain} {flags}")
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("length", "longest", "message"),
+    [
+        (10, 10, ""),
+        (8, 8, ""),
+        (11, 10, "--seq-length 11 exceeds --max-position-embeddings 10; lower the first"),
+        (9, 8, "--seq-length 9 exceeds --max-position-embeddings 10 without the first 2; lower"),
+    ],
+)
+def test_a_sample_has_at_most_the_positions_that_the_model_uses(length, longest, message):
+    embedding = SimpleNamespace(max_position_embeddings=10)
+    model = SimpleNamespace(embedding=embedding, longest_sequence=longest)
+    run = SimpleNamespace(model=model, data=SimpleNamespace(seq_length=length))
+    refused = pytest.raises(TrainError, match=f"^{message}") if message else nullcontext()
+    with refused:
+        RunConfig._check_length(run)
+
+
+def test_a_tokenizer_without_files_needs_the_size_of_the_vocabulary():
+    flags = MINIMAL.replace("--vocab-size 100", "--tokenizer-type NullTokenizer")
+    with pytest.raises(UsageError, match=r"^--tokenizer-type NullTokenizer needs --vocab-size$"):
+        parse(flags)
+    assert parse(f"{flags} --vocab-size 100").model.vocab_size == 101
 
 
 def test_lengths_in_samples_have_limits_of_their_own():

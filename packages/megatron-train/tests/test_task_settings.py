@@ -164,13 +164,14 @@ def test_a_classification_needs_texts_a_tokenizer_and_as_many_labels_as_classes(
     check_classification(run(names, training_train_iters=3))
     epochs = ClassificationSettings(class_names=("a", "b"), epochs=2)
     check_classification(run(epochs))
-    unknown = ClassificationSettings()
+    unknown, many = ClassificationSettings(), ClassificationSettings(class_names=(*"abcdefghijkl",))
     for settings, changes, message in (
         (names, {"model_task_head": "regression"}, "--task-head regression does not fit"),
         (names, {"data_mock_data": True}, "does not work with --mock-data, which has no labels"),
         (names, {"data_tokenizer": None}, "needs a tokenizer for its texts; give --tokenizer-mod"),
         (unknown, {}, "the classes are unknown; give --class-names"),
         (names, {"model_num_labels": 3}, "--num-labels 3 does not fit the 2 classes a, b; use 2"),
+        (many, {}, "does not fit the 12 classes a, b, c, d, e, f, g, h, i, j; use 12, or leave"),
         (epochs, {"training_train_iters": 3}, "--epochs and --train-iters exclude each other"),
     ):
         with pytest.raises(TrainError, match=message):
