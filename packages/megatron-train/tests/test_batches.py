@@ -205,6 +205,7 @@ def test_a_rank_hears_the_steps_of_the_reading_rank_and_its_error(monkeypatch):
 
     class Nameless(Source):
         def testing(self):
+            yield from ()
             raise SourceError
 
     sent = []

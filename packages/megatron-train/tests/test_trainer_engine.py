@@ -1,10 +1,12 @@
 """What the engine of a trainer compiles, fuses and counts, and how a faulty step is described."""
 
 import math
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
+from megatron_models import Measure
+from megatron_optim import Optimizer, OptimizerConfig
 from megatron_parallel import DataParallelConfig, Mesh, ParallelLayout
 from megatron_parallel.context_parallel import ContextSplit
 from megatron_train import engine as module
@@ -16,7 +18,6 @@ from megatron_train.tasks.task import MicroBatch
 
 from .conftest import BigramTask
 from .test_accounting import spoil
-from .test_task_counts import Counting
 
 
 @pytest.mark.parametrize(
@@ -151,20 +152,26 @@ def test_a_norm_that_overflows_is_named_if_no_gradient_does(make_trainer):
     )
 
 
+class Losing(BigramTask):
+    """A task of which two layers count something, and one of them may lose rows."""
+
+    counters = MappingProxyType({})
+
+    def measures(self, counts):
+        return {
+            2: [Measure("rows", "lost rows", counts["rows"][0], "largest", "raise the bound")],
+            5: [Measure("load", "largest load", counts["rows"][0], "largest")],
+        }
+
+
 def test_layers_that_make_a_step_unusable_have_remedies_of_their_own(make_trainer):
-    engine = StepEngine(Counting(), Mesh.single())
-    counts = {name: torch.tensor([3.0]).double() for name in ("two", "five", "seven")}
+    engine = StepEngine(Losing(), Mesh.single())
+    optimizer = Optimizer(engine.stages, OptimizerConfig(lr=0.1))
 
     def lose(engine, sums):
-        engine.counts = counts
+        engine.counts = {"rows": torch.tensor([6.0]).double()}
         return {name: value * math.inf for name, value in sums.items()}
 
-    engine.task.measures = lambda counts: {
-        2: [SimpleNamespace(value=6.0, title="lost rows", remedy="raise the bound")],
-        5: [SimpleNamespace(value=1.0, title="load", remedy="")],
-    }
-    trainer = make_trainer()
-    optimizer = type(trainer.optimizer)(engine.stages, trainer.optimizer.config)
     found = faulty(make_trainer, lose, engine=engine, optimizer=optimizer)
     assert found == "step 1: layer 2: 6 lost rows, raise the bound; lm loss is inf"
 
