@@ -4,14 +4,15 @@ import os
 import sys
 
 import pytest
-from megatron_train.cli import pretrain, rank
+from megatron_train.cli import layout, rank
 from megatron_train.cli.main import build_parser, main
 from megatron_train.errors import TrainError, UsageError
 from megatron_train.launch.link import FailureReport
 
 from .test_configuration import MINIMAL
 
-WORDS = ["pretrain", "gpt", *MINIMAL.split(), "--nproc-per-node", "2"]
+WORDS = ["layout", "--world-size", "2"]
+"""A command whose parser is small; all commands start alike."""
 
 
 class EndedError(Exception):
@@ -47,7 +48,7 @@ def started(monkeypatch):
     monkeypatch.setattr(sys, "stderr", sys.stderr)
 
     def start(run, screen="-"):
-        monkeypatch.setattr(pretrain, "run", run)
+        monkeypatch.setattr(layout, "run", run)
         monkeypatch.setattr(sys, "argv", ["rank", "17", screen, *WORDS])
         with pytest.raises(EndedError) as ended:
             rank.main()

@@ -201,7 +201,7 @@ def grouped(*names):
     for number, flags in enumerate(names):
         group = groups["ab" * (number + 1)] = made.add_argument_group(f"title {number}")
         for flag in flags:
-            group.add_argument(flag, help=argparse.SUPPRESS if flag == "--hidden" else "a flag")
+            group.add_argument(flag, help=argparse.SUPPRESS if "hidden" in flag else "a flag")
     lines = format_brief_help(made, groups).splitlines()
     start = lines.index("groups of flags (--help-all GROUP shows those of a group):")
     return lines[start + 1 :]
@@ -210,7 +210,7 @@ def grouped(*names):
 def test_a_group_is_a_line_with_the_number_of_its_flags_and_the_first_of_them(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     short, long, longer = f"--{'x' * 38}", f"--{'y' * 40}", f"--{'y' * 41}"
-    lines = grouped(["--one", "--hidden"], ["--a", "--hidden", "--b", "--c"])
+    lines = grouped(["--one", "--hidden"], ["--a", "--hidden-too", "--b", "--c"])
     assert lines == ["  ab      1 flag  --one", "  abab    3 flags --a, --b, --c"]
     whole = f"  ab    2 flags {short}, {long}"
     assert len(whole) == 100 and grouped([short, long]) == [whole]
