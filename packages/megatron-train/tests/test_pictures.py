@@ -2,17 +2,23 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from megatron_parallel.imagined.storages import OTHER
 from megatron_parallel.pipeline import Picture
 from megatron_train.cli import main
+from megatron_train.dry_run.picture import draw_memory
+from megatron_train.dry_run.report import PARTS
 from megatron_train.errors import TrainError
 from megatron_train.metrics.plot import plot_losses
 from megatron_train.metrics.records import Records
 from megatron_train.report.picture import check_picture_path, write_picture
+
+from .test_dry_run_report import FIRST, GIB, LAST
 
 SMALL = (
     "dry-run gpt --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
@@ -120,17 +126,68 @@ def test_losses_have_a_curve_a_mean_and_a_legend(trained, evaluated, tmp_path, f
     assert texts == ("step", "lm loss (nats per token)", "lm loss by step")
 
 
-def test_a_curve_of_losses_is_drawn_faintly_below_its_mean(tmp_path, monkeypatch):
-    """The mean covers a hundredth of all steps on either side."""
+@pytest.fixture
+def unsaved(monkeypatch):
+    """Returns the figures that are saved, and their formats, without drawing them."""
     matplotlib, kept = pytest.importorskip("matplotlib.figure"), []
-    monkeypatch.setattr(
-        matplotlib.Figure,
-        "savefig",
-        lambda figure, path, **_: kept.append(figure) or path.write_bytes(b""),
-    )
+
+    def savefig(figure, path, **options):
+        kept.append((figure, options["format"]))
+        path.write_bytes(b"")
+
+    monkeypatch.setattr(matplotlib.Figure, "savefig", savefig)
+    return kept
+
+
+def bars(axes):
+    """Returns ends of the bars of each kind in GiB: from where to where."""
+    return [
+        [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in each] for each in axes.containers
+    ]
+
+
+def test_memory_is_drawn_by_part_and_by_file(tmp_path, unsaved):
+    draw_memory(SimpleNamespace(layout="two ranks"), [LAST, FIRST], tmp_path / "a.svg")
+    ((figure, kind),) = unsaved
+    assert kind == "svg" and [path.name for path in tmp_path.iterdir()] == ["a.svg"]
+    assert figure.get_suptitle() == "Memory of a step: two ranks"
+    parts, files = figure.axes
+    assert bars(parts) == [[ends] * 2 for ends in ((0, 1), (1, 1.25), (1.25, 3.25), (3.25, 5))]
+    assert [text.get_text() for text in parts.texts] == [" 4.0 GiB", " 5.0 GiB"]
+    assert [text.get_position() for text in parts.texts] == [(5, 0), (5, 1)]
+    assert parts.get_xlim() == pytest.approx((0, 5.6)) and parts.get_xlabel() == "GiB at the peak"
+    assert [text.get_text() for text in parts.get_legend().texts] == [*PARTS]
+    assert [label.get_text() for label in parts.get_yticklabels()] == [
+        "rank 2048\n(pipeline rank 1)",
+        "rank 0\n(pipeline rank 0)",
+    ]
+    colors = [each[0].get_facecolor() for each in parts.containers]
+    assert len(set(colors)) == 4
+    assert {bar.get_facecolor() for bar in files.containers[0]} == {colors[-1]}
+    assert bars(files) == [[(0, 1.25), (0, 0.5)]]
+    assert [label.get_text() for label in files.get_yticklabels()] == ["mlp.py", "norm.py"]
+    assert files.get_xlabel() == f"GiB of {OTHER} on rank 0 at the peak, by file"
+    for axes in (parts, files):
+        assert axes.yaxis_inverted()
+        shown = {side: spine.get_visible() for side, spine in axes.spines.items()}
+        assert shown == {"left": True, "bottom": True, "top": False, "right": False}
+
+
+def test_the_five_largest_files_are_drawn_with_all_their_lines(tmp_path, unsaved):
+    held = {(OTHER, f"f{n}.py:{line}"): n * GIB for n in range(1, 8) for line in (1, 2)}
+    use = replace(FIRST, at_peak=held | {("parameters", "f9.py:1"): 99 * GIB})
+    draw_memory(SimpleNamespace(layout=""), [use], tmp_path / "a.png")
+    ((figure, kind),) = unsaved
+    _, files = figure.axes
+    assert kind == "png" and bars(files) == [[(0, 2 * n) for n in (7, 6, 5, 4, 3)]]
+
+
+def test_a_curve_of_losses_is_drawn_faintly_below_its_mean(tmp_path, unsaved):
+    """The mean covers a hundredth of all steps on either side."""
     train = [{"iteration": n, "lm loss": 9.0 * (n == 50)} for n in range(1, 101)]
     plot_losses(Records(train, [], []), "lm loss", tmp_path / "loss.png")
-    each, mean = kept[0].axes[0].lines
+    ((figure, _),) = unsaved
+    each, mean = figure.axes[0].lines
     assert 0 < each.get_alpha() < 0.5 and mean.get_alpha() is None
     assert 0 < each.get_linewidth() < mean.get_linewidth()
     assert list(each.get_ydata()) == [step["lm loss"] for step in train]
