@@ -249,6 +249,8 @@ def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tm
 
     make_trainer(callbacks=[saver(2)], train_iters=7).run()
     assert [store.path(n).exists() for n in (2, 4, 6, 7)] == [False, False, True, True]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [f"saved checkpoint {store.path(n)}" for n in (2, 4, 6, 7)]
     assert not restore(make_trainer(), tmp_path / "nowhere", order, console)
 
     second = make_trainer(callbacks=[saver(None)])
