@@ -125,7 +125,7 @@ class JsonLines:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.size, self.version = stat(path)
+        self.size = stat(path).size
         self._bytes = self._lines = 0
         self._sha256 = ""
 

@@ -87,9 +87,7 @@ class ParallelLines:
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)
         self.path = joined(self._paths)
-        found = [stat_regular(path) for path in self._paths]
-        self.size = sum(file.size for file in found)
-        self.version = " ".join(file.version for file in found)
+        self.size = sum(stat_regular(path).size for path in self._paths)
         self._lines = 0
         self._files: list[dict[str, Any]] = []
 

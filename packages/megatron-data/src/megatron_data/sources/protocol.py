@@ -182,12 +182,10 @@ class Source(Protocol):
     Attributes:
         path: The path as given.
         size: Size in bytes when it was opened.
-        version: Changes with the input: sizes, and times or tags of the storage.
     """
 
     path: str
     size: int
-    version: str
 
     def chunks(
         self, chunk_bytes: int = CHUNK_BYTES, max_bytes: int | None = None

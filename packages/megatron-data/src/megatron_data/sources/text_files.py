@@ -83,13 +83,7 @@ class TextFiles:
     def __init__(self, path: str, files: Sequence[str]) -> None:
         self.path = path
         self.files = files
-        versions = hashlib.sha256()
-        self.size = 0
-        for file in files:
-            size, version = stat(file)
-            self.size += size
-            versions.update(f"{file}\0{size}\0{version}\n".encode(errors="surrogateescape"))
-        self.version = versions.hexdigest()
+        self.size = sum(stat(file).size for file in files)
         self._bytes = 0
         self._sha256 = ""
 

@@ -63,7 +63,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
     if not path.is_file():
         raise DataError(f"no tokenizer file {path}")
     lines = read_text(path).split("\n")
-    if lines and not lines[-1]:
+    if not lines[-1]:
         lines.pop()
     vocabulary: dict[str, int] = {}
     for number, line in enumerate(lines):
