@@ -233,6 +233,8 @@ def test_a_chat_template_file_works_with_images(folder: Path, tmp_path: Path) ->
     tagged = MultimodalTokenizer.load(folder, chat_template=file, image_tag="nvlm")
     said = [{"role": "user", "content": "<image>"}]
     assert tagged.template.render(said).text == "<user><Image><image></Image><s>"
+    with pytest.raises(DataError, match=f"--force-system-message: {file} has no system message"):
+        MultimodalTokenizer.load(folder, chat_template=file, force_system_message=True)
     for given in ({}, {"prompt_format": "chatml", "chat_template": file}):
         with pytest.raises(DataError, match="either --tokenizer-prompt-format or --chat-template"):
             MultimodalTokenizer.load(folder, **given)

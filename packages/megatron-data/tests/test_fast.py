@@ -18,6 +18,7 @@ class Stand:
     """A stand-in for gigatoken that uses the tokenizers library; wrong for one text."""
 
     wrong_at = -1
+    parallel: bool | None = None
 
     def __init__(self, definition: bytes) -> None:
         self._reference = HuggingFaceTokenizer(definition)
@@ -28,6 +29,7 @@ class Stand:
         return cls(definition)
 
     def encode_batch(self, texts: Sequence[str], *, parallel: bool) -> SimpleNamespace:
+        Stand.parallel = parallel
         ids = self._reference.encode_batch(texts)
         at = self.wrong_at - self._seen
         if 0 <= at < len(ids):
@@ -188,10 +190,20 @@ def test_the_first_texts_and_every_500th_are_compared(
         made.encode_batch(texts[start:end])
     assert compared == [*texts[:200], "500", "1000"]
     assert (fast.CHECKED_CHARACTERS, fast.CHECKED_SHARE) == (200_000, 200)
-    monkeypatch.setattr(fast, "CHECKED_CHARACTERS", 30)
+    monkeypatch.setattr(fast, "CHECKED_CHARACTERS", 60)
     compared.clear()
-    FastTokenizer(tokenizer).encode_batch(["ten " * 10] * 100)  # 30 + 4000 // 200 characters
+    FastTokenizer(tokenizer).encode_batch(["ten " * 10] * 100)  # 60 + 4000 // 200 characters
     assert len(compared) == 2
     assert made.encode_batch(["b", "", "c d"]) == [
         HuggingFaceTokenizer.encode(tokenizer, text) for text in ("b", "", "c d")
     ]
+
+
+def test_gigatoken_has_threads_unless_the_environment_forbids_them(
+    tokenizer: HuggingFaceTokenizer, stand: type[Stand], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = FastTokenizer(tokenizer)
+    for value, parallel in (("true", True), ("false", False)):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", value)
+        assert made.encode_batch(["the sea"]) == [tokenizer.encode("the sea")]
+        assert stand.parallel is parallel

@@ -56,6 +56,36 @@ def test_rearranged_text_can_be_reassembled(
         assert parts[1] == ids[2]
 
 
+@pytest.mark.parametrize("front", range(4))
+@pytest.mark.parametrize("back", range(4))
+def test_up_to_three_bytes_of_a_character_stay_at_either_end(
+    fim_tokenizer, front: int, back: int
+) -> None:
+    tokens = fim_tokenizer.encode("🐳 the sea🐳")
+    assert len(fim_tokenizer.encode("🐳")) == 4
+    tokens = tokens[front : len(tokens) - back]
+    pre, mid, suf = (fim_tokenizer.token_id(name) for name in NAMES[:3])
+    infill = FillInTheMiddle(FIMConfig(1.0, 0.0), fim_tokenizer)
+    parts = infill.rearrange(np.array(tokens), np.random.RandomState(1)).tolist()
+    begin, end = -front % 4, -back % 4  # the bytes that are left of a character
+    assert [token for token in parts if token in (pre, mid, suf)] == [pre, suf, mid]
+    assert parts[: begin + 1] == [pre, *tokens[:begin]]
+    assert parts[parts.index(mid) - end : parts.index(mid)] == tokens[len(tokens) - end :]
+
+
+def test_a_text_is_cut_at_any_character_or_at_its_ends(fim_tokenizer) -> None:
+    pre, mid, suf = (fim_tokenizer.token_id(name) for name in NAMES[:3])
+    (letter,) = fim_tokenizer.encode("a")
+    infill = FillInTheMiddle(FIMConfig(1.0, 0.0), fim_tokenizer)
+    found = [infill.rearrange(np.array([letter]), np.random.RandomState(at)) for at in range(40)]
+    assert {tuple(parts.tolist()) for parts in found} == {
+        (pre, letter, suf, mid),
+        (pre, suf, letter, mid),
+        (pre, suf, mid, letter),
+    }
+    assert infill.rearrange(np.array([], np.int64), np.random.RandomState(1)).tolist() == []
+
+
 @pytest.mark.parametrize("split", [None, "<file>"])
 @pytest.mark.parametrize("order", ["stateless", "packed", "compat"])
 def test_samples_contain_rearranged_documents(

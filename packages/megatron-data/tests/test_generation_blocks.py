@@ -6,6 +6,7 @@ from megatron_data.tokenizers import ChatTemplate
 
 pytest.importorskip("jinja2")
 
+MANY = "".join(map(chr, range(0xFDD0, 0xFDEE)))  # two marks are left
 SET = "{% set body %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}"
 
 
@@ -36,6 +37,11 @@ def rendered(body: str, *answers: str) -> tuple[str, list[str]]:
          "<{{ f(m) | trim }}>", "\nyes", "<yes>", ["yes"]),
         ("{% generation %}a{% generation %}{{ m.content }}{% endgeneration %}b"
          "{% endgeneration %}c", "yes", "ayesbc", ["ayesb"]),
+        ("{% generation %}a{% generation %}{{ m.content }}{% endgeneration %}{% endgeneration %}c",
+         "yes", "ayesc", ["ayes"]),
+        ("{% generation %}{% generation %}{{ m.content }}{% endgeneration %}b{% endgeneration %}c",
+         "yes", "yesbc", ["yesb"]),
+        ("<" + SET + "{{ body }}>", MANY, f"<{MANY}>", [MANY]),
         ("{% generation %}{{ m.content }}{% endgeneration %}!", "\ufdd0", "\ufdd0!", ["\ufdd0"]),
         ("{{ m.content }}{% generation %}{{ m.content }}{% endgeneration %}!", "\ufdd1",
          "\ufdd1\ufdd1!", ["\ufdd1"]),

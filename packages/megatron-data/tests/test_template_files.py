@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,9 @@ def test_the_template_for_tools_has_its_own_blocks_and_time() -> None:
         assert template.has_generation_blocks() == (one is blocks)
         assert template.has_generation_blocks([]) == (other is blocks)
     assert not ChatTemplate(blocks, tool_source=blocks).uses_time
+
+
+def test_templates_need_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(DataError, match=r"need jinja2; pip install 'megatron-data\[chat\]'"):
+        ChatTemplate("a")

@@ -166,6 +166,31 @@ def test_a_conversation_has_one_budget() -> None:
     assert ChatTemplate(source).render(talk).text == once.render(talk).text
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ messages | length }}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}",
+        "{% for m in messages %}{% set b %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% endset %}{{ b | trim }}{% endfor %}",
+    ],
+    ids=["turns", "blocks"],
+)
+def test_a_limit_is_named_wherever_it_is_exceeded(source: str) -> None:
+    """Also in a rendering that only finds the answers, whose other errors are not reported."""
+    template = ChatTemplate(source)
+    talk = [CHAT[0], {"role": "assistant", "content": "\nHi\n"}]
+    refused = 0
+    for steps in range(1, 2000, 3):
+        try:
+            assert template.with_limits(TemplateLimits(steps)).render(talk).assistant_spans
+            break
+        except DataError as error:
+            assert "exceeds the limit of steps" in str(error), steps
+            refused += 1
+    assert 20 < refused < 600
+
+
 def test_limits_are_kept_with_a_template() -> None:
     template = ChatTemplate("{{ messages[0].content * 9 }}").with_limits(LIMITS)
     for each in (template, ImageTemplate(template)):

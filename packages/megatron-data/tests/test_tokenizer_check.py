@@ -73,6 +73,11 @@ def test_sources_without_a_manifest_are_named_in_one_line(
     check_tokenizer(["1", foreign, "2", more], NullTokenizer(9))
     (line,) = caplog.messages
     assert line.startswith(f"{foreign} and 1 more: without a manifest (.meta.json)")
+    caplog.clear()
+    check_tokenizer([foreign, more], None)  # two datasets are compared
+    check_tokenizer(foreign, NullTokenizer(9))
+    named = [line.partition(": ")[0] for line in caplog.messages]
+    assert named == [f"{foreign} and 1 more", foreign]
 
 
 CONFIG, BASE = "tokenizer_config.json", "megatron_base_fingerprint"

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from megatron_data import (
 from megatron_data.cli.main import main
 from megatron_data.tokenizers import SentencePieceTokenizer, TikTokenizer, tik_token
 from megatron_data.tokenizers.plain import SEGMENT_CHARACTERS
+from megatron_data.tokenizers.threads import may_use_threads
 from megatron_data.tokenizers.tik_token import PATTERNS, SPECIAL_TOKENS
 
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -228,6 +230,39 @@ def test_saved_and_pickled_tokenizers_are_equal(
         assert other.encode_batch(HARD) == tokenizer.encode_batch(HARD)
 
 
+def test_several_texts_have_several_threads_unless_the_environment_forbids_them(
+    model: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variable is that of the tokenizers library; workers of `preprocess` set it."""
+    seen: list[object] = []
+
+    class Processor(sentencepiece.SentencePieceProcessor):  # type: ignore[misc]
+        def encode(self, given: object, **options: object) -> object:
+            seen.append(options.get("num_threads"))
+            return super().encode(given, **options)
+
+    class Encoding(tiktoken.Encoding):  # type: ignore[misc]
+        def encode_batch(self, texts: list[str], **options: object) -> object:
+            seen.append(options["num_threads"])
+            return super().encode_batch(texts, **options)
+
+    monkeypatch.setattr(sentencepiece, "SentencePieceProcessor", Processor)
+    monkeypatch.setattr(tiktoken, "Encoding", Encoding)
+    monkeypatch.setattr(tik_token.os, "cpu_count", lambda: 3)
+    pieces, words = SentencePieceTokenizer.load(model), TikTokenizer.load(vocabulary)
+    for value, threads in ((None, [-1, 3]), ("true", [-1, 3]), ("false", [1])):
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+        if value is not None:
+            monkeypatch.setenv("TOKENIZERS_PARALLELISM", value)
+        assert may_use_threads() == (value != "false")
+        seen.clear()
+        encoded = [made.encode_batch(["the sea", "a"]) for made in (pieces, words)]
+        assert seen == threads
+        assert encoded == [
+            [made.encode(one) for one in ("the sea", "a")] for made in (pieces, words)
+        ]
+
+
 def test_special_tokens_are_added_after_the_vocabulary(tokenizer: HuggingFaceTokenizer) -> None:
     names = ["<fim_prefix>", "<|endoftext|>", "<fim_suffix>"]
     more = tokenizer.with_special_tokens(names)
@@ -291,6 +326,18 @@ def test_invalid_options_of_kinds_are_refused(
     }
     with pytest.raises(DataError, match=message):
         build_tokenizer(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("library", ["sentencepiece", "tiktoken"])
+def test_libraries_of_kinds_are_extras(
+    library: str, model: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    load = SentencePieceTokenizer.load if library == "sentencepiece" else TikTokenizer.load
+    path = model if library == "sentencepiece" else vocabulary
+    wanted = rf"^{path}: {library} is not installed; pip install 'megatron-data\[{library}\]'$"
+    with pytest.raises(DataError, match=wanted):
+        load(path)
 
 
 BYTES = [{"rank": n, "token_bytes": base64.b64encode(bytes([n])).decode()} for n in range(256)]

@@ -170,6 +170,7 @@ def test_berts_vocabulary(vocab_file: Path) -> None:
     assert lower.eod_id == 13
     assert lower.encode("a[EOS]a <extra_id_0>") == [10, 13, 10, 14]
     assert 13 not in lower.encode("[eos]")  # text in another case is no special token
+    assert lower.encode("a[SEP][MASK]") == [10, 3, 4]
     pieces = WordPieces.from_tokenizer(lower)
     assert pieces.continuations.nonzero()[0].tolist() == [6, 8]
     assert (pieces.cls_id, pieces.sep_id, pieces.mask_id) == (2, 3, 4)
@@ -223,7 +224,7 @@ def test_other_kinds_are_trained(texts: list[str], tmp_path: Path) -> None:
     assert unigram.decode(unigram.encode("the whale é")) == "the whale é"
     assert unigram.eod_id == 0
     pieces = train_wordpiece(texts, 200)
-    assert pieces.vocab_size <= 200
+    assert pieces.vocab_size <= 200 and pieces.encode("[SEP] [MASK]") == [3, 4]
     assert WordPieces.from_tokenizer(pieces).continuations.any()
     words = texts[0].lower().split()
     assert pieces.decode(pieces.encode(" ".join(words[:5]))).replace(" ", "") == "".join(words[:5])

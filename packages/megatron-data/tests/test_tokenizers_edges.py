@@ -13,7 +13,7 @@ from megatron_data import (
     load_tokenizer,
     train_bpe,
 )
-from megatron_data.tokenizers import NullTokenizer, train_unigram, train_wordpiece
+from megatron_data.tokenizers import NullTokenizer, huggingface, train_unigram, train_wordpiece
 from megatron_data.tokenizers.kinds import default_tokenizer_kind, tokenizer_options_error
 
 
@@ -234,3 +234,33 @@ def test_a_damaged_tokenizer_of_conversations_is_named(
     (tmp_path / "megatron_tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match=message):
         load_tokenizer(tmp_path)
+
+
+def test_texts_of_more_than_two_segments_are_encoded_in_segments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(huggingface, "SEGMENT_CHARACTERS", 10)
+    encode_all, calls = HuggingFaceTokenizer._encode_all, []
+
+    def watched(self: HuggingFaceTokenizer, texts: list[str]) -> list[list[int]]:
+        calls.append([*texts])
+        return encode_all(self, texts)
+
+    monkeypatch.setattr(HuggingFaceTokenizer, "_encode_all", watched)
+    tokenizer = of_bytes(None)
+    assert tokenizer.encode_batch(["ab " * 6 + "ab", "c"])[1] == tokenizer.encode("c")
+    assert calls == [["ab " * 6 + "ab", "c"]]  # 20 characters
+    calls.clear()
+    long = "ab " * 7
+    assert tokenizer.encode_batch(["c", long]) == [tokenizer.encode(one) for one in ("c", long)]
+    assert calls[0] == ["c"] and "".join(calls[1]) == long and len(calls[1]) == 2
+
+
+def test_only_errors_of_the_library_are_those_of_the_text() -> None:
+    """A panic of Rust is no `Exception`, and its class cannot be imported."""
+    panic = type("PanicException", (BaseException,), {})
+    for error in (ValueError("why"), panic("why")):
+        with pytest.raises(DataError, match=r"^what: why$"), huggingface._library_errors("what"):
+            raise error
+    with pytest.raises(KeyboardInterrupt), huggingface._library_errors("what"):
+        raise KeyboardInterrupt

@@ -103,6 +103,11 @@ def test_a_unigram_model_has_the_likeliest_pieces() -> None:
     assert len(pieces) == len({piece for piece, _ in pieces}) <= 300
     assert {"the", "Ġwharf"} <= {piece for piece, _ in pieces[2:20]}
     assert {*tokenizers.pre_tokenizers.ByteLevel.alphabet()} <= {piece for piece, _ in pieces}
+    alphabet = {*tokenizers.pre_tokenizers.ByteLevel.alphabet()}
+    assert {*"".join(piece for piece, _ in pieces[2:])} <= alphabet
+    mixed = json.loads(train_unigram(["abc123 naïve " * 99, "abd124 navy " * 9], 300).definition)
+    known = {piece for piece, _ in mixed["model"]["vocab"]}
+    assert {"abc123", "ĠnaÃ¯ve"} & known or {"Ġabc123", "ĠnaÃ¯ve"} <= known
     trained = train_unigram(texts, 300)
     assert trained.decode(trained.encode("a whale \n\u2581 é\t")) == "a whale \n\u2581 é\t"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from chat_families import FAMILIES
-from megatron_data import HuggingFaceTokenizer, IndexedDataset, tokenize_conversations
+from megatron_data import DataError, HuggingFaceTokenizer, IndexedDataset, tokenize_conversations
 from megatron_data.cli import main
 from megatron_data.tokenizers import ChatTemplate, SFTTokenizer, TurnEnds
 from megatron_data.tokenizers.prompt_formats import PROMPT_FORMATS
@@ -60,6 +60,38 @@ def test_a_token_at_the_end_of_the_conversation_is_no_end_of_earlier_turns() -> 
         "\nIshmael.<|im_end|>\n",
         "<think>\n\n</think>\n\nAt sea.<|im_end|>\n<|end|>",
     ]
+
+
+EACH = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        EACH.replace("m.content", "m.content if loop.last else m.content | length"),
+        EACH.replace("m.content", "'' if loop.last else m.content"),
+        EACH.replace("m.content", "m.content * 2") + "{{ messages | length }}",
+        EACH + "{{ messages | map(attribute='content') | join | length }}",
+        "{{ messages[-1].content[:1] }}" + EACH,
+        EACH.replace("m.content", "m.content if m.content | length > 1 else raise_exception('no')")
+        + "{{ messages | length }}",
+    ],
+    ids=["earlier", "last", "twice", "text behind", "text before", "refused"],
+)
+def test_an_answer_whose_place_is_not_certain_is_refused(source: str) -> None:
+    """The text without later messages is another one, and another content changes more of it."""
+    template = ChatTemplate(source + PROMPT)
+    assert template.render(TALK, return_assistant_spans=False).text
+    with pytest.raises(DataError, match=r"the chat template writes message 2 differently without"):
+        template.render(TALK)
+
+
+def test_one_answer_may_follow_another_at_once() -> None:
+    template = ChatTemplate(EACH.replace("[{{ m.role }}]", ""))
+    found = template.render([TALK[1], TALK[3]])
+    assert found.assistant_spans == [(0, 9), (9, 16)]
+    assert template.render([]).assistant_spans == []
 
 
 @pytest.mark.parametrize(
