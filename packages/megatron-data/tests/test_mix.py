@@ -73,6 +73,11 @@ def test_invalid_blends_are_refused(write_dataset: WriteDataset) -> None:
         blend_by_epochs({"a": 0})
     with pytest.raises(DataError, match="a blend without sources"):
         blend_by_tokens({})
+    for count in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(DataError, match=f"{count} tokens of a; give a positive number"):
+            blend_by_tokens({"b": 1, "a": count})  # type: ignore[dict-item]
+    with pytest.raises(DataError, match="1 samples of 0 tokens; give at least 1 of each"):
+        summarize_blend(Blend(("a",), None), 1, 0)
     with pytest.raises(DataError, match="0 samples of 8 tokens"):
         summarize_blend(Blend(("a",), None), 0, 8)
     with pytest.raises(DataError, match="'0,1,0' has no training split"):

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_data import DataError
-from megatron_data.order import CompatOrder, blend_by_weight, blend_exhaustively, build_gpt_indices
+from megatron_data.order import (
+    CompatOrder,
+    GreedyBlend,
+    blend_by_weight,
+    blend_exhaustively,
+    build_gpt_indices,
+    compat,
+)
 from megatron_data.order.cache import cache_key, load_or_build
 from megatron_data.order.compat import (
     build_document_index,
@@ -90,22 +97,25 @@ lengths_strategy = st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(
     sequence_length=st.integers(1, 15),
     extra=st.integers(0, 1),
     epochs=st.integers(1, 3),
+    block=st.sampled_from([1, 2, 5, 1 << 15]),
 )
 def test_samples_are_consecutive_spans_of_the_stream(
-    lengths: list[int], sequence_length: int, extra: int, epochs: int
+    lengths: list[int], sequence_length: int, extra: int, epochs: int, block: int
 ) -> None:
     array = np.array(lengths, np.int32)
     wanted = (epochs * sum(lengths) - extra) // sequence_length
     if (sum(lengths) - extra) // sequence_length < 1 or wanted < 1:
         return
-    indices = build_gpt_indices(
-        array,
-        np.arange(len(lengths)),
-        sequence_length=sequence_length,
-        seed=7,
-        num_samples=wanted,
-        extra=extra,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compat, "_BLOCK", block)  # sequences per step
+        indices = build_gpt_indices(
+            array,
+            np.arange(len(lengths)),
+            sequence_length=sequence_length,
+            seed=7,
+            num_samples=wanted,
+            extra=extra,
+        )
     order = CompatOrder(indices, sequence_length, extra)
     begins = np.concatenate([[0], np.cumsum(array[indices.document_index])]).tolist()
     expected = walk(lengths, indices.document_index.tolist(), sequence_length, extra)
@@ -209,8 +219,24 @@ def test_splits_without_tokens_and_invalid_numbers_are_refused() -> None:
         blend_by_weight([0.5, 0.0], 10)
     with pytest.raises(DataError, match="blend weights"):
         blend_by_weight([float("nan"), 1.0], 10)
-    with pytest.raises(DataError, match="32767 datasets"):
+    with pytest.raises(DataError, match="32767 datasets; use at most 32766"):
         blend_by_weight([1.0] * 32_767, 1)
+    assert blend_by_weight([1.0] * 32_766, 1).dataset_index.tolist() == [0]
+    with pytest.raises(DataError, match=r"blend sizes \[1, 0\]; each must be at least 1"):
+        blend_exhaustively([1, 0])
+    assert blend_exhaustively([1]).dataset_index.tolist() == [0]
+    blend = GreedyBlend([1.0], 2)
+    assert (len(blend), blend.counts(), blend[1]) == (2, [2], (0, 1))
+    for sample in (-1, 2):
+        with pytest.raises(IndexError, match=f"sample {sample} is out of range; there are 2 samp"):
+            blend[sample]
+
+
+@pytest.mark.parametrize("blend", [blend_by_weight([0.8, 0.2], 5), blend_exhaustively([4, 1])])
+def test_a_blend_by_hand(blend: Any) -> None:
+    """In step 1 the shares are those of one sample, of which the first dataset has 1 already."""
+    assert blend.dataset_index.tolist() == [0, 1, 0, 0, 0]
+    assert blend.dataset_sample_index.tolist() == [0, 0, 1, 2, 3]
 
 
 @settings(max_examples=50, deadline=None)
@@ -274,7 +300,48 @@ def test_an_error_on_a_full_disk_names_the_cache_entry_and_leaves_nothing(
 def test_the_cache_key_depends_on_options_and_content() -> None:
     lengths = np.array([1, 2, 3], np.int32)
     key = cache_key({"seed": 1}, lengths)
-    assert key == cache_key({"seed": 1}, lengths.copy())
+    assert len(key) == 32 and key == cache_key({"seed": 1}, lengths.copy())
     assert key != cache_key({"seed": 2}, lengths)
     assert key != cache_key({"seed": 1}, np.array([1, 3, 2], np.int32))
     assert key != cache_key({"seed": 1}, lengths.astype(np.int64))
+
+
+def test_an_entry_is_readable_for_others_and_is_built_again_if_a_file_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, built = tmp_path / "new" / "cache", []
+
+    def build() -> dict[str, np.ndarray[Any, Any]]:
+        built.append(1)
+        return {"a": np.arange(5)}
+
+    flushed: list[bool] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: flushed.append((cache / "key").exists()))
+        load_or_build(cache, "key", build)
+    assert flushed == [False, False]  # the array and the folder, before the entry has its name
+    assert (cache / "key").stat().st_mode & 0o777 == 0o755
+    path = cache / "key" / "a.npy"
+    whole = path.read_bytes()
+    for number, data in enumerate((whole + b"\0", whole.replace(b"<i8", b"<u8")), start=2):
+        path.write_bytes(data)
+        assert load_or_build(cache, "key", build)["a"].tolist() == list(range(5))
+        assert (len(built), path.read_bytes()) == (number, whole)
+
+
+def test_another_process_may_store_the_same_entry_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> dict[str, np.ndarray[Any, Any]]:
+        load_or_build(tmp_path, "key", lambda: {"a": np.arange(3)})  # the other process
+        return {"a": np.arange(3)}
+
+    assert load_or_build(tmp_path, "key", build)["a"].tolist() == [0, 1, 2]
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError):
+        load_or_build(tmp_path, "other", lambda: {"a": np.arange(3)})
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]

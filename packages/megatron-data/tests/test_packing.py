@@ -56,6 +56,14 @@ def test_a_web_corpus_has_little_padding() -> None:
     assert report.split_documents == (sizes > 4096).sum()
 
 
+def test_more_than_65_536_samples_hold_their_documents_in_order() -> None:
+    """Half of the documents fill the samples one by one, and the other half joins them."""
+    packing = Packing(np.ones(140_000, np.int32), 2)
+    assert len(packing) == 70_000
+    for sample in (0, 1, 65_535, 65_536, 69_999):
+        assert [span.sequence for span in packing.spans(sample)] == [sample, sample + 70_000]
+
+
 @settings(max_examples=40, deadline=None)
 @given(lengths, st.integers(1, 30), st.integers(1, 3))
 def test_every_epoch_contains_every_token_once(sizes: list[int], length: int, epochs: int) -> None:

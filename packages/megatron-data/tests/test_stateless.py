@@ -206,8 +206,16 @@ def test_refusals() -> None:
         order_of([3], 5, 0)
     with pytest.raises(IndexError, match="sample 5 is out of range; there are 5 samples"):
         order_of([9], 5).spans(5)
+    with pytest.raises(IndexError, match="sample -1 is out of range; there are 5 samples"):
+        order_of([9], 5).spans(-1)
     with pytest.raises(DataError, match="too few for one sample of 8 \\+ 1"):
         order_of([8], None)
+    assert len(order_of([9], None)) == 1
+    largest = Permutation(1 << 62, 1)
+    assert 0 <= largest[(1 << 62) - 1] < len(largest) == 1 << 62
+    for count in (-1, (1 << 62) + 1):
+        with pytest.raises(DataError, match=rf"count {count} of a permutation; give 0 to 2\^62"):
+            Permutation(count, 1)
 
 
 def test_a_run_resumes_after_its_data_changed(write_dataset: Write) -> None:
