@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from megatron_data.sources.block_folder import BlockFolder
+from megatron_data.sources.block_folder import BlockFolder, remove_oldest
 
 BLOCK = b"0123456789ab"
 SIZE = len(BLOCK) + 4
@@ -164,3 +164,19 @@ def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         BlockFolder(tmp_path / "file", 8).add("0", BLOCK)
+
+
+def test_files_that_are_gone_when_they_are_looked_at_are_ignored(tmp_path: Path) -> None:
+    """Another process has removed them; a link to nowhere is such a file."""
+    for name in ("gone.block", ".gone.1.1", "gone.whole"):
+        (tmp_path / name).symlink_to(tmp_path / "nowhere")
+    folder = BlockFolder(tmp_path, 4 * SIZE)
+    add(folder, 0, 6)
+    assert 0 < counted(tmp_path) <= 4 * SIZE
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.whole").write_bytes(b"12345")
+        os.utime(tmp_path / f"{name}.whole", (ord(name), ord(name)))
+    remove_oldest(tmp_path / "b.whole", 10)
+    assert (tmp_path / "a.whole").exists()
+    remove_oldest(tmp_path / "b.whole", 9)
+    assert not (tmp_path / "a.whole").exists() and (tmp_path / "b.whole").exists()

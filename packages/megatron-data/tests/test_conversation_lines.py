@@ -25,6 +25,7 @@ from megatron_data.datasets import (
     conversation_lines,
     is_conversation_file,
 )
+from megatron_data.datasets.conversation_lines import ConversationLinesDataset
 from megatron_data.tokenizers import ChatTemplate, SFTTokenizer
 
 pytest.importorskip("jinja2")
@@ -133,8 +134,15 @@ def test_one_epoch_and_workers(talks: Path, talker: SFTTokenizer) -> None:
     )
     assert train is not None and len(train) == 25 and valid is None
     assert same(pickle.loads(pickle.dumps(train)), train)
-    with pytest.raises(IndexError, match="sample 25 is out of range; there are 25 samples"):
-        train[25]
+    for sample in (-1, 25):
+        with pytest.raises(IndexError, match=f"sample {sample} is out of range; there are 25 samp"):
+            train[sample]
+    for wrong, message in (
+        ({"sequence_length": 0}, "sequence length 0; give at least 1"),
+        ({"sequence_length": 8, "num_samples": -1}, "num_samples -1; give at least 0"),
+    ):
+        with pytest.raises(DataError, match=message):
+            ConversationLinesDataset(train.lines, (0, 25), **wrong)
 
 
 def test_lines_may_be_longer_than_a_read(talks: Path, talker: SFTTokenizer, monkeypatch) -> None:

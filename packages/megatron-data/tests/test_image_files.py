@@ -286,6 +286,27 @@ def test_reading_is_limited_if_the_server_reports_no_size(
     memory.rm("/unsized", recursive=True)
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (FileNotFoundError, "there is no image"),
+        (NotADirectoryError, "there is no image"),
+        (IsADirectoryError, "is a folder, not an image"),
+    ],
+)
+def test_an_image_may_be_removed_after_it_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError], reason: str
+) -> None:
+    (tmp_path / "a.gif").write_bytes(image(1))
+
+    def gone(path: str) -> None:
+        raise error(path)
+
+    monkeypatch.setattr(image_encoding, "open_file", gone)
+    with pytest.raises(UnreadableError, match=reason):
+        ImageLocator(None).read(str(tmp_path / "a.gif"))
+
+
 def test_a_growing_image_is_not_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.gif"
     path.write_bytes(content := image(1) + b"x" * 999)

@@ -125,6 +125,7 @@ def test_a_truncated_file_gives_its_complete_lines_and_a_fault(suffix: str, tmp_
     assert lines.startswith(data) and data.endswith(b"\n") and (data or suffix == ".bz2")
     assert isinstance(last, BrokenChunk)
     fault = last.problem
+    assert (last.span, last.stored) == ((len(data), 0, data.count(b"\n") + 1, 1), 0)
     assert (fault.offset, fault.number) == (len(data), data.count(b"\n") + 1)
     assert "damaged or truncated" in str(fault) and str(fault).startswith(
         f"{packed}:{fault.number}"
@@ -246,7 +247,10 @@ def test_a_missing_extra_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(DataError, match=rf"megatron-data\[{extra}\]") as raised:
         preprocess([path], tmp_path / "o", ByteTokenizer())
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(raised.value) and str(raised.value).startswith(f"{path}: a ")
+    if extra != "zstd":  # before any work
+        with pytest.raises(DataError, match=rf"megatron-data\[{extra}\]"):
+            open_sources([path], ("text",))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 200, 1000, 1 << 20])

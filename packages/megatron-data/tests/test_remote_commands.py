@@ -233,11 +233,16 @@ def test_missing_packages_are_reported(run: Run, monkeypatch: pytest.MonkeyPatch
     def lacking(url: str) -> None:
         raise ImportError("Install s3fs to access S3")
 
+    def unknown(url: str) -> None:
+        raise ValueError("no bucket")
+
     printed = run("verify", "nothing://x/d", status=1)
     assert "the scheme 'nothing' is not supported" in printed
     monkeypatch.setattr(fsspec.core, "url_to_fs", lacking)
     printed = run("verify", "s3://x/d", status=1)
     assert "s3:// needs a driver of fsspec: Install s3fs" in printed
+    monkeypatch.setattr(fsspec.core, "url_to_fs", unknown)
+    assert "s3://x/d.idx: fsspec cannot open it: no bucket" in run("verify", "s3://x/d", status=1)
     monkeypatch.setitem(sys.modules, "fsspec", None)
     printed = run("verify", "s3://x/d", status=1)
     assert "needs fsspec; pip install 'megatron-data[remote]'" in printed

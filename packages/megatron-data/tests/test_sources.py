@@ -158,7 +158,9 @@ def test_inputs_that_hold_no_text_are_refused_before_any_work(tmp_path: Path) ->
 
     refused(r"no \.txt, \.jsonl or \.parquet file in .*, which holds nothing", tmp_path)
     (tmp_path / "a.md").write_text("text")
-    refused(r"no \.txt, \.jsonl or \.parquet file in .*, which holds .*a\.md", tmp_path)
+    refused(r"no \.txt, \.jsonl or \.parquet file in .*, which holds \S*a\.md;", tmp_path)
+    (tmp_path / "b.md").write_text("text")
+    refused(r"which holds \S*/a\.md and 1 more; a file of JSON lines", tmp_path)
     refused(r"a\.md:1: not JSON .*plain text is read from files named \.txt", tmp_path / "a.md")
     (tmp_path / "a.txt").touch()
     refused(r"a\.txt is empty", tmp_path / "a.txt")

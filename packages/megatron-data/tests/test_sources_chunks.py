@@ -4,13 +4,14 @@ import bz2
 import gzip
 import hashlib
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megatron_data import DataError, read_texts
-from megatron_data.sources import remote
+from megatron_data.sources import protocol, remote
 from megatron_data.sources.failures import MissingError, TransferError, storage_errors
 from megatron_data.sources.json_lines import JsonLines, LinesChunk
 from megatron_data.sources.opening import open_sources, reopen
@@ -122,6 +123,8 @@ def test_a_line_of_the_largest_size_is_read_and_a_longer_one_is_a_fault(
             # The size of a line that is not kept includes its line end.
             size = 15 if chunk_bytes == 4 else 14
             assert one[3:] == (path, 1, 0, size)
+            assert chunks[0].span[2:] == ((1, 1) if chunk_bytes == 4 else (1, 2))
+            assert chunks[0].span[:2] == (0, size if chunk_bytes == 4 else 28 + len(end))
             reason = f"a document of {size} bytes, more than --max-document-bytes 13"
             assert (one.kind, one.reason) == ("long", reason)
 
@@ -140,6 +143,23 @@ def test_chunks_are_read_again_up_to_16_mebibytes_and_a_document() -> None:
     check_reread(1 << 40, None)
     with pytest.raises(DataError, match="a chunk of 16,777,317 bytes or more, but documents have"):
         check_reread((16 << 20) + 101, 100)
+
+
+@pytest.mark.parametrize("kind", ["lines", "text files", "parallel lines"])
+def test_every_source_reads_a_chunk_again_up_to_that_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(protocol, "LARGEST_CHUNK", 22)
+    paths = [write(tmp_path / name, b"{}      \n" * 3) for name in ("a.txt", "b.txt", "c.txt")]
+    source: Any = {
+        "lines": JsonLines(paths[0]),
+        "text files": TextFiles(str(tmp_path), [write(tmp_path / "d", b"x" * 9)] * 3),
+        "parallel lines": ParallelLines(paths[:2]),
+    }[kind]
+    (chunk,) = source.chunks()
+    assert source.chunk_at(chunk.span, 5).digest == chunk.digest
+    with pytest.raises(DataError, match="a chunk of 27 bytes or more, but documents have at most"):
+        source.chunk_at(chunk.span, 4)
 
 
 def test_a_broken_chunk_is_one_fault() -> None:
@@ -250,10 +270,12 @@ def test_a_stream_is_read_and_skipped_by_uncompressed_bytes(tmp_path: Path, suff
         assert stream.read(5) == data[300_003:300_008]
         assert stream.read(1 << 30) == data[300_008:] and stream.ended
         assert stream.read(1) == b"" and stream.damage is None
+    opened = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with Stream(path) as stream:
         stream.read(10)
         assert stream.sha256() == hashlib.sha256(Path(path).read_bytes()).hexdigest()
         assert stream.stored == Path(path).stat().st_size
+    assert len(os.listdir("/proc/self/fd")) == opened  # noqa: PTH208
 
 
 def test_suffixes_of_content_and_compression() -> None:
@@ -358,8 +380,8 @@ def test_a_missing_file_is_no_failed_transfer() -> None:
             raise error
     denied = type("Botocore", (Exception,), {})("no")
     denied.response = {"ResponseMetadata": {"HTTPStatusCode": 403}}  # type: ignore[attr-defined]
-    for error in (denied, PermissionError("no")):
-        with pytest.raises(DataError, match="is denied"), storage_errors("s3://a"):
+    for error, why in ((denied, "no"), (PermissionError(), "PermissionError")):
+        with pytest.raises(DataError, match=rf"is denied \({why}\)"), storage_errors("s3://a"):
             raise error
 
 

@@ -1,7 +1,11 @@
 """Atomic files and their digests, JSON and text files, and the paths that they accept."""
 
+import fcntl
 import hashlib
+import io
 import os
+import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,8 @@ from megatron_data.files import (
     write_json,
     write_then_rename,
 )
+from megatron_data.sources.failures import wrap_file
+from megatron_data.sources.wrapped_file import WrappedFile
 
 
 def digest(data: bytes) -> str:
@@ -49,6 +55,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
         file.write(memoryview(b"two").cast("B"))
         assert not path.exists()
         assert [each.name for each in path.parent.iterdir()] == [".a.partial"]
+        assert path.with_name(".a.partial").read_bytes() == b"one two"  # no bytes are held back
     assert path.read_bytes() == b"one two"
     assert (file.bytes, file.digests.sha256) == (7, digest(b"one two"))
     assert [each.name for each in path.parent.iterdir()] == ["a"]
@@ -138,3 +145,75 @@ def test_a_folder_is_checked_before_it_is_made(
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     with pytest.raises(PermissionError, match=str(tmp_path)):
         local_folder(tmp_path / "new")
+
+
+def test_a_wrapped_file_reads_moves_and_closes_the_file_inside() -> None:
+    inner = io.BytesIO(b"0123456789")
+    file, buffer = WrappedFile(inner), bytearray(4)
+    assert (file.readinto(buffer), bytes(buffer), file.tell()) == (4, b"0123", 4)
+    assert file.readable() and file.seekable()
+    assert file.seek(-3, io.SEEK_END) == file.tell() == 7
+    assert (file.readinto(buffer), bytes(buffer)) == (3, b"7893")
+    assert file.read() == b"" and file.seek(2) == 2 and file.read() == b"23456789"
+    file.close()
+    assert file.closed and inner.closed
+    remote = io.BytesIO(b"0123")
+    with wrap_file(remote, "s3://a") as opened:
+        assert opened.read(2) == b"01"
+    assert remote.closed
+
+
+def test_a_file_is_flushed_before_it_gets_its_name_and_the_folder_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flushed, fsync = tmp_path / "a", [], os.fsync
+
+    def watched(descriptor: int) -> None:
+        flushed.append((stat.S_ISDIR(os.fstat(descriptor).st_mode), path.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    with AtomicFile(path) as file:
+        file.write(b"one")
+    assert flushed == [(False, False), (True, True)]
+
+
+def test_a_writer_begins_again_if_the_previous_one_has_just_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening and locking, the other has renamed the file, and a third has begun one."""
+    partial, locked, flock = tmp_path / ".a.partial", [], fcntl.flock
+
+    def watched(descriptor: int, how: int) -> None:
+        flock(descriptor, how)
+        locked.append(descriptor)
+        if len(locked) < 3:
+            partial.unlink()
+        if len(locked) == 2:
+            partial.write_bytes(b"theirs")
+
+    monkeypatch.setattr(fcntl, "flock", watched)
+    with AtomicFile(tmp_path / "a") as file:
+        file.write(b"one")
+    assert len(locked) == 3 and (tmp_path / "a").read_bytes() == b"one"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_file_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, kept = len(os.listdir("/proc/self/fd")), []  # noqa: PTH208
+    for name in "ab":
+        with AtomicFile(tmp_path / name) as file:
+            kept.append(file)
+            with pytest.raises(DataError, match="another process is writing"):
+                AtomicFile(tmp_path / name)
+            if name == "b":
+                file.discard()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fcntl, "flock", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        AtomicFile(tmp_path / "c")
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

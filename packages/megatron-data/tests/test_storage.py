@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron_data import DataError, IndexedDataset, build_gpt_datasets
 from megatron_data.sources import StorageCache, block_folder
 from megatron_data.sources import remote as remote_files
 from megatron_data.sources.remote import RemoteFile
+from megatron_data.sources.storage import stat
 
 fsspec = pytest.importorskip("fsspec", reason="URLs are an extra of this package")
 
@@ -101,9 +103,10 @@ def test_a_block_is_fetched_once_and_the_cache_stays_within_its_limit(
             assert sum(kept) <= 300
     assert len(kept) == 300 // 52
     killed, running = (tmp_path / "small" / name for name in (".a.1.1", ".b.2.2"))
-    killed.touch()
-    running.touch()
-    os.utime(killed, (0, 0))
+    monkeypatch.setattr(block_folder, "time", SimpleNamespace(time=lambda: 10_000.0))
+    for path, seconds in ((killed, 10_000 - 3601), (running, 10_000 - 3600)):
+        path.touch()
+        os.utime(path, (seconds, seconds))
     with IndexedDataset(remote[1], small) as far:
         assert [far[number].tolist() for number in range(60)] == DOCUMENTS
     assert running.exists()
@@ -227,6 +230,22 @@ def test_invalid_urls_and_caches_are_reported(
     usual = StorageCache(str(tmp_path))
     assert usual.block_bytes == 4 << 20
     assert usual.limit_bytes == usual.index_limit_bytes == 64 << 30
+
+
+def test_a_file_is_looked_up_again_for_its_version(
+    remote: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cached listing of the storage would hide that it was replaced."""
+    ignored: list[object] = []
+    monkeypatch.setattr(
+        fsspec.get_filesystem_class("memory"),
+        "invalidate_cache",
+        lambda _, path: ignored.append(path),
+    )
+    size = stat(f"{remote[1]}.bin").size
+    assert not ignored
+    assert RemoteFile.open(f"{remote[1]}.bin").size == size
+    assert ignored == ["/bucket/d.bin"]
 
 
 def test_least_recently_used_indices_are_removed_and_each_has_a_lock(

@@ -15,6 +15,7 @@ from megatron_data.cli import main
 from megatron_data.order.cache import load_or_build
 from megatron_data.preprocessing import tokenize_image_pairs, trace
 from megatron_data.sources import opening
+from megatron_data.sources.storage import list_files
 from megatron_data.tokenizers import NullTokenizer
 
 pytest.importorskip("fsspec", reason="URLs are an extra of this package")
@@ -130,6 +131,8 @@ def test_invalid_paths_are_refused(name: object, dataset: Callable[..., str]) ->
 
     with pytest.raises(DataError, match="is not a path or URL"):
         check_untrusted_path(name)
+    unnameable = trace(dataset("a" * 5000), document=0).inexact_reason
+    assert "File name too long" in str(unnameable)
     if name != "\ud800":  # not valid in JSON
         assert "is not a path or URL" in str(trace(dataset(name), document=0).inexact_reason)
 
@@ -234,3 +237,18 @@ def test_a_cached_order_cannot_name_other_files(name: str, tmp_path: Path) -> No
     listing.write_bytes(orjson.dumps({"arrays": named, "sha256": digest}))
     assert load_or_build(tmp_path / "cache", "key", build)["a"].tolist() == [3]
     assert listing.read_bytes() == whole
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_listing_has_at_most_as_many_files_and_folders_as_asked_for(
+    tmp_path: Path, scheme: str
+) -> None:
+    for name in ("b.txt", "a.txt", "d/c.txt", ".hidden/e.txt", "d/.f.txt", ".g.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    folder = f"{scheme}{tmp_path}"
+    wanted = [f"{folder}/{name}" for name in ("a.txt", "b.txt", "d/c.txt")]
+    for most in (None, 5, 4):  # three files and a folder
+        assert list_files(folder, most) == wanted
+    with pytest.raises(DataError, match=f"{folder} holds more than 3 files and folders"):
+        list_files(folder, 3)
