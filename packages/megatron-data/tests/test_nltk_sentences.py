@@ -4,6 +4,7 @@ import pickle
 import sys
 from pathlib import Path
 from time import process_time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -46,10 +47,44 @@ def test_white_space_is_dropped_or_kept_and_the_model_is_used(model: Path) -> No
     twin = pickle.loads(pickle.dumps(kept))
     assert twin.record == kept.record == splitter.record | {"keep_newlines": True}
     assert twin.split(TEXT) == kept.split(TEXT)
-    (model / "abbrev_types.txt").write_text("mr\n")
-    other = NLTKSplitter("seaspeak")
-    assert other.split(TEXT)[0] == "Dr."
-    assert other.record["data"] != splitter.record["data"]
+    digests = {splitter.record["data"]}
+    for name, content in (
+        ("collocations.tab", "a\tb\n"),
+        ("sent_starters.txt", "then\nnow\n"),
+        ("ortho_context.tab", "he\t45\n"),
+        ("abbrev_types.txt", "mr\n"),
+    ):
+        (model / name).write_text(content)
+        digests.add(NLTKSplitter("seaspeak").record["data"])
+    assert len(digests) == 5
+    assert NLTKSplitter("seaspeak").split(TEXT)[0] == "Dr."
+
+
+def test_a_text_is_cut_after_a_million_characters(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert nltk_sentences._AT_ONCE == 1_000_000
+    monkeypatch.setattr(nltk_sentences, "_AT_ONCE", 6)
+    assert NLTKSplitter("seaspeak").split("aaaa bbbb ccc") == ["aaaa b", "bbb cc", "c"]
+    assert NLTKSplitter("seaspeak").split("") == []
+
+
+@pytest.mark.parametrize(
+    "found", [None, SimpleNamespace(), SimpleNamespace(path=5), SimpleNamespace(path="/nowhere")]
+)
+def test_languages_are_not_listed_if_the_data_are_in_no_folder(
+    model: Path, found: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a zip file they have no path."""
+
+    def find(name: str, *_: object) -> object:
+        if found is None or not name.rstrip("/").endswith("punkt_tab"):
+            raise LookupError(name)
+        return found
+
+    monkeypatch.setattr(nltk.data, "find", find)
+    with pytest.raises(DataError, match=r"punkt_tab/english is in none of .*data; run python -m"):
+        NLTKSplitter()
 
 
 @settings(max_examples=200, deadline=None)

@@ -31,7 +31,9 @@ from megatron_data.tokenizers import NullTokenizer
 def test_documents_decode_to_the_texts_they_came_from(
     corpus: Path, texts: list[str], tokenizer: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
+    started = time.perf_counter()
     (made,) = preprocess([corpus], tmp_path / "out", tokenizer, append_eod=True)
+    assert 0 < made.seconds <= time.perf_counter() - started
     assert made.prefix == str(tmp_path / "out_text_document")
     dataset = IndexedDataset(made.prefix)
     assert dataset.num_documents == len(texts) == made.counts.documents

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from megatron_data import DataError, HuggingFaceTokenizer
 from megatron_data.preprocessing.conversation_encoding import ConversationEncoder
+from megatron_data.preprocessing.parts import count_vocabulary_tokens
 from megatron_data.sources.protocol import Fault, Row
 from megatron_data.tokenizers import ChatTemplate
 
@@ -59,6 +60,8 @@ def test_conversations_have_at_most_as_many_tokens_as_asked_for(
     assert [each.tolist() for each in np.split(tokens.lengths, ends)[:-1]] == lengths
     assert int(mask.tokens.sum()) == tallies.get("answered", 0)
     assert mask.lengths.tolist() == tokens.lengths.tolist()
+    numbers = [len(tokens.tokens), len(mask.tokens)]
+    assert count_vocabulary_tokens(numbers, encoder.outputs) == sum(map(sum, lengths))
     assert {key: value for key, value in found.tallies.items() if value or key in tallies} == (
         tallies
     )

@@ -153,3 +153,22 @@ def test_at_most_three_items_for_each_worker_are_read_ahead(
     next(results)
     results.close()  # type: ignore[attr-defined]
     assert len(set(closed)) == len(closed) == 2 * workers
+
+
+def test_a_long_text_is_encoded_in_groups_of_its_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[list[str]] = []
+
+    class Watched(CutLetters):
+        def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+            groups.append([*texts])
+            return super().encode_batch(texts)
+
+    monkeypatch.setattr(encoding, "AT_ONCE", 3)
+    for texts, expected in (
+        (["abcd", "e"], [["a", "b", "c"], ["d"], ["e"]]),
+        (["abc", "e"], [["abc", "e"]]),  # none is longer than the limit
+    ):
+        groups.clear()
+        (made,) = TextEncoder(Watched(), ("text",), False, 99)(Texts([[texts]])).outputs  # type: ignore[arg-type]
+        assert groups == expected
+        assert made.lengths.tolist() == [len(text) for text in texts]

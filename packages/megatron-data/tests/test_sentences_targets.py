@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron_data import EmptySplitError
+from megatron_data import DataError, EmptySplitError
 from megatron_data.order.rows import RowOrder
 from megatron_data.order.sentences import _targets, block_map, sentence_map
 
@@ -84,3 +84,10 @@ def test_rows_of_conversations_by_hand() -> None:
             whole.spans(sample)
     with pytest.raises(EmptySplitError, match="the split holds no document"):
         RowOrder(ends, lengths, (1, 1), sequence_length=7)
+    for wrong, message in (
+        ({"sequence_length": 0}, "sequence length 0; give at least 1"),
+        ({"sequence_length": 7, "num_samples": -1}, "num_samples -1; give at least 0"),
+    ):
+        with pytest.raises(DataError, match=message):
+            RowOrder(ends, lengths, (0, 3), **wrong)
+    assert len(RowOrder(ends, lengths, (0, 3), sequence_length=1, num_samples=0)) == 0
