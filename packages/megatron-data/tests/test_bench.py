@@ -1,19 +1,30 @@
 """Tests of the benchmark: its counts, and the slowest phase."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 from megatron_data import ByteTokenizer, DataError, HuggingFaceTokenizer
 from megatron_data.cli.main import main
-from megatron_data.preprocessing import BenchmarkReport, PhaseMeasurement, benchmark
+from megatron_data.preprocessing import (
+    BenchmarkReport,
+    PhaseMeasurement,
+    benchmark,
+    benchmarking,
+)
+from megatron_data.preprocessing.batches import AT_ONCE
 from megatron_data.preprocessing.benchmarking import PHASES
 
 
 def test_every_phase_is_measured_on_the_same_documents(
     corpus: Path, texts: list[str], tokenizer: HuggingFaceTokenizer
 ) -> None:
+    started = perf_counter()
     found = benchmark([corpus], tokenizer, sequence_length=16, other_tokenizers=[ByteTokenizer()])
+    measured = (*found.phases, *found.other_measurements)
+    assert sum(one.seconds for one in measured) <= perf_counter() - started
     assert tuple(phase.name for phase in found.phases) == PHASES
     tokens = sum(map(len, tokenizer.encode_batch(texts)))
     read, parse, tokenize, write = found.phases
@@ -34,6 +45,24 @@ def test_reading_stops_after_the_given_megabytes(tmp_path: Path) -> None:
     path.write_text((json.dumps({"text": "x" * 9990}) + "\n") * 400)
     found = benchmark([path], ByteTokenizer(), megabytes=1.5)
     assert 1.5e6 <= found.phases[0].size < 3.5e6  # at most one chunk of a megabyte more
+
+
+def test_texts_are_tokenized_in_groups_as_in_preprocess(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert benchmarking._BATCH_CHARACTERS == AT_ONCE
+    monkeypatch.setattr(benchmarking, "_BATCH_CHARACTERS", 5)
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(f'{{"text": "{text}"}}\n' for text in ("ab", "cde", "fghijk", "l")))
+    groups: list[list[str]] = []
+
+    class Watched(ByteTokenizer):
+        def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+            groups.append([*texts])
+            return super().encode_batch(texts)
+
+    benchmark([path], ByteTokenizer(), other_tokenizers=[Watched()])
+    assert groups == [["ab", "cde"], ["fghijk"], ["l"]]
 
 
 def test_the_slowest_phase_is_named() -> None:

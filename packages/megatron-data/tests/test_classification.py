@@ -74,10 +74,13 @@ def test_a_quoted_field_may_hold_newlines_and_a_tsv_has_no_quotes(tmp_path):
         ("t.csv", 'text,label\n"x,1\n', TextColumns(), r"t.csv:\d: not CSV"),
         ("t.jsonl", '{"text": "x"}\n', TextColumns(), r"t.jsonl:1: no key 'label'"),
         ("t.jsonl", '{"text": 1, "label": "a"}\n', TextColumns(), "must be a string"),
+        ("t.jsonl", '{"text": "x", "label": 1.5}\n', TextColumns(), "a label a string or integer"),
+        ("t.jsonl", json.dumps({f"k{n}": n for n in range(25)}), TextColumns(),
+         "no key 'text'; the keys are 'k0', .*, 'k19'$"),
         ("t.jsonl", "[1]\n", TextColumns(), "t.jsonl:1 is not a JSON object"),
         ("t.txt", "x", TextColumns(), "names end in .tsv"),
     ],
-)
+)  # fmt: skip
 def test_wrong_tables_are_refused_with_the_line(tmp_path, name, content, columns, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
@@ -200,6 +203,11 @@ def test_wrong_rows_are_refused(tokenizer):
         ClassificationDataset(data, tokenizer, {"x": 0}, 8)
     with pytest.raises(DataError, match=r"sequence length 4 is too short .* at least 5"):
         ClassificationDataset(data, tokenizer, {"x": 0, "y": 1}, 4)
+    many = {f"c{number}": number for number in range(25)}
+    with pytest.raises(
+        DataError, match=r"the label 'x' is not one of the classes c0, .*, c19; corr"
+    ):
+        ClassificationDataset(data, tokenizer, many, 8)
     with pytest.raises(EmptySplitError):
         build_classification_datasets(
             ([], None, None), tokenizer=tokenizer, classes=["x"], sequence_length=8

@@ -1,6 +1,7 @@
 """What the commands print and pass on: counts, units, shares, defaults and messages."""
 
 import errno
+import io
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from megatron_data import DataError, EmptySplitError, train_bpe
 from megatron_data._command import CommandError, Parser
+from megatron_data._version import __version__
 from megatron_data.cli import main
 from megatron_data.cli.bounds import Bounded
 from megatron_data.cli.main import build_parser
@@ -128,7 +130,11 @@ def test_bench_prints_rates_and_the_bottleneck(monkeypatch: pytest.MonkeyPatch, 
         return BenchmarkReport(phases, beside)
 
     monkeypatch.setattr("megatron_data.preprocessing.benchmarking.benchmark", measure)
-    assert main(["bench", "--input", "a", "--tokenizer-type", "ByteTokenizer"]) == 0
+    words = ["bench", "--input", "a", "--tokenizer-type", "ByteTokenizer"]
+    assert main([*words, "--megabytes", "0.25"]) == 0
+    assert seen["megabytes"] == 0.25
+    capsys.readouterr()
+    assert main(words) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[1:6] == [
         ["read", "0.500", "12.5%", "8.00", "2,000"],
@@ -220,6 +226,10 @@ def test_a_blend_of_few_tokens_gives_one_sample(
     assert "1 sample of 1,024 tokens: 1,024 tokens" in capsys.readouterr().out
     assert main(["mix", prefix, "--seq-length", "1"]) == 0
     assert "3 samples of 1 token: 3 tokens" in capsys.readouterr().out
+    for amount, samples in (("--epochs 0.5", 2), ("--tokens 1", 1), ("--tokens 0.9", 1)):
+        assert main(["mix", prefix, "--seq-length", "1", *amount.split()]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith(f"{plural(samples, 'sample')} of 1 token")
 
 
 def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
@@ -326,3 +336,39 @@ def test_options_of_training_belong_to_a_kind(capsys: Capture) -> None:
         value = ["2"] if option == "min-frequency" else []
         assert main([*words, kind, f"--{option}", *value]) == 2
         assert f"--{option} does not go with --kind {kind}" in capsys.readouterr().err
+
+
+def test_a_histogram_has_blocks_only_where_the_output_has_them(
+    write_dataset: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = write_dataset([[1, 2, 3]])
+    for encoding, bar in (("ascii", "#"), ("UTF-8", "█"), (None, "#")):
+        out = io.TextIOWrapper(io.BytesIO(), encoding or "utf-8")
+        if encoding is None:
+            out = io.StringIO()
+        monkeypatch.setattr("sys.stdout", out)
+        assert main(["inspect", prefix]) == 0
+        out.seek(0)
+        assert f"2 to 3 {bar * 50} 1\n" in out.read()
+
+
+def test_an_empty_document_has_no_token_and_the_version_is_printed(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": ""}\n{"text": "a"}\n')
+    words = ["--input", str(path), "--output-prefix", str(tmp_path / "o")]
+    assert main(["preprocess", *words, "--tokenizer-type", "ByteTokenizer"]) == 0
+    capsys.readouterr()
+    prefix = str(tmp_path / "o_text_document")
+    for document, what in ((0, "no token"), (1, "tokens 0 to 0")):
+        assert main(["trace", prefix, "--document", str(document)]) == 0
+        assert capsys.readouterr().out.startswith(f"document {document} ({what}), from\n{path}, ")
+    for compared in ("digests match the manifest", "no manifest: structure only"):
+        assert main(["verify", prefix]) == 0
+        shown = f"{prefix}: in order, 2 documents, 1 token ({compared})\n"
+        assert capsys.readouterr().out == shown
+        Path(f"{prefix}.meta.json").unlink(missing_ok=True)
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"megatron-data {__version__}\n")

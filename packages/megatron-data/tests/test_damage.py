@@ -21,12 +21,14 @@ from megatron_data import (
     merge,
     preprocess,
     read_texts,
+    split,
     verify,
 )
 from megatron_data import files as files_module
 from megatron_data.cli import main
 from megatron_data.datasets.builders import OrderName
 from megatron_data.errors import add_path_to_errors
+from megatron_data.indexed import summarize
 from megatron_data.indexed.format import HEADER, MAGIC
 from megatron_data.preprocessing import trace
 
@@ -336,3 +338,35 @@ def test_flipped_bits_of_parquet_are_found_by_page_checksums(
         made.append([line for line in caplog.messages if "no page checksums" in line])
     assert made[0] == []
     assert len(made[1]) == 1 and made[1][0].startswith(f"{path}: no page checksums")
+
+
+def test_a_damaged_index_is_not_copied_or_summarized(
+    write_dataset: Callable[..., str], tmp_path: Path
+) -> None:
+    """All of the index is checked, although the constructor reads its ends alone."""
+    prefix = write_dataset([[number] * 9 for number in range(10)])
+    altered(Path(f"{prefix}.idx"), HEADER.size + 4 * 5, struct.pack("<2i", 8, 10))
+    before = sorted(tmp_path.iterdir())
+    for use in (
+        lambda: merge([prefix], tmp_path / "m"),
+        lambda: split(prefix, [tmp_path / "a", tmp_path / "b"], documents=(5, 5)),
+        lambda: summarize(IndexedDataset(prefix)),
+    ):
+        with pytest.raises(DataError, match=r"the pointer of sequence 6 is not the sum"):
+            use()
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_dataset_without_a_manifest_replaces_one_with_a_manifest(
+    made: str, write_dataset: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = write_dataset([[1], [2]], "plain")
+    for name in "mab":
+        merge([made], tmp_path / name)
+    assert len(list(tmp_path.glob("[mab].meta.json"))) == 3
+    merge([plain, plain], tmp_path / "m")
+    assert caplog.messages == [f"{plain} has no manifest, so none is written for {tmp_path / 'm'}"]
+    split(plain, [tmp_path / "a", tmp_path / "b"], documents=(1, 1))
+    assert not list(tmp_path.glob("[mab].meta.json"))
+    for name, documents in (("m", 4), ("a", 1), ("b", 1)):
+        assert verify(tmp_path / name).counts.documents == documents

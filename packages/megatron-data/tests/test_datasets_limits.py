@@ -294,6 +294,8 @@ def test_sizes_of_mock_datasets_may_be_0_and_splits_empty(order: Any) -> None:
     assert found.train[4]["tokens"].shape == (8,)
     found = build_mock_gpt_datasets(source, (5, 5, 5), config, split="1,0,1", order=order)
     assert found.train is not None and found.valid is None and found.test is not None
+    with pytest.raises(DataError, match="order='random'; give one of"):
+        build_mock_gpt_datasets(source, (5, 0, 0), config, order="random")  # type: ignore[arg-type]
 
 
 def test_a_pool_keeps_one_dataset_for_each_way_of_reading(write_dataset: Write) -> None:

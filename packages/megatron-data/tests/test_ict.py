@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from megatron_data import (
     DataError,
+    EmptySplitError,
     ICTDatasetConfig,
     IndexedDataset,
     IndexedDatasetBuilder,
@@ -111,3 +112,19 @@ def test_titles_of_another_dataset_are_refused(
         build_ict_datasets(prefixes[0], titles={"other": few}, **options)
     with pytest.raises(DataError, match="give at least 5"):
         ICTDatasetConfig(4)
+
+
+def test_the_only_sentence_of_a_document_is_its_block_if_that_is_allowed(write_dataset) -> None:
+    prefix = write_dataset([[10 + number] * 3 for number in range(8)])
+    options = {"word_pieces": PIECES, "sizes": (None, 0, 0)}
+    config = ICTDatasetConfig(LENGTH, 0.0, use_one_sentence_documents=True)
+    train = build_ict_datasets(prefix, "1,0,0", config=config, **options).train
+    assert train is not None and len(train) == 8
+    for sample in (train[number] for number in range(8)):
+        word = 10 + int(sample["block_data"][2])
+        assert _text(sample, "query") == _text(sample, "context") == [1, word, word, word, 2]
+    with pytest.raises(EmptySplitError, match="none of 8 documents has at least 2 sentences"):
+        build_ict_datasets(prefix, "1,0,0", config=ICTDatasetConfig(LENGTH), **options)
+    for number in (-1, 8):
+        with pytest.raises(IndexError, match=f"sample {number} is out of range; there are 8 samp"):
+            train[number]

@@ -363,3 +363,34 @@ def test_the_index_is_checked_in_blocks(
         index.write_bytes(damaged)
         with IndexedDataset(prefix) as dataset, pytest.raises(DataError, match=what):
             dataset.check()
+
+
+def test_an_old_index_is_never_beside_new_tokens(
+    write_dataset: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, seen, replace = write_dataset([[1, 2]]), [], Path.replace
+
+    def watched(path: Path, target: Path) -> Path:
+        seen.append((target.name, Path(f"{prefix}.idx").exists()))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    write_dataset([[3]])
+    assert seen == [("d.bin", False), ("d.idx", False)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_closed_dataset_holds_no_file(write_dataset: Write, mapped: bool) -> None:
+    prefix, folder = write_dataset([[1, 2, 3]]), Path("/proc/self/fd")
+
+    def held() -> tuple[bool, bool]:
+        opened = [str(one.readlink()) for one in folder.iterdir() if one.is_symlink()]
+        return f"{prefix}." in Path("/proc/self/maps").read_text(), f"{prefix}.bin" in opened
+
+    dataset = IndexedDataset(prefix, mmap=mapped)
+    assert dataset.get(0, 1).tolist() == [2, 3]
+    assert held() == (True, not mapped)  # the index is mapped
+    dataset.close()
+    assert held() == (False, False)
+    assert (len(dataset), dataset.num_documents) == (0, 0)

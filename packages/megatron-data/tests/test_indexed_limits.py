@@ -196,6 +196,22 @@ def test_lengths_modes_and_documents_must_agree(tmp_path: Path) -> None:
     assert count_images(np.array([3, 2, 4]), np.array([0, 1, 1], np.int8)) == (2, 6)
 
 
+def test_sequences_are_text_unless_modes_are_given(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "d", "int32", multimodal=True) as builder:
+        builder.add_document([1, 2, 3], [1, 2])
+        builder.add_documents([4, 5], np.array([1, 1]), np.array([2]))
+        builder.add_item([6])
+        builder.end_document()
+        written = builder.finalize()
+    assert written[2:] == (3, 5, 6, 0, 0)  # documents, sequences, tokens; no images
+    with IndexedDataset(tmp_path / "d") as dataset:
+        assert dataset.sequence_modes is not None
+        assert dataset.sequence_modes.tolist() == [0] * 5
+        name = f"IndexedDataset({str(tmp_path / 'd')!r}: "
+        assert repr(dataset) == f"{name}5 sequences, int32)"
+    assert repr(dataset) == f"{name}closed)"
+
+
 def test_statistics_count_token_ids_and_refuse_other_numbers(write_dataset: Write) -> None:
     with IndexedDataset(write_dataset([[3, 1, 3], [], [0, 3, 1]])) as dataset:
         found = summarize(dataset)

@@ -1,6 +1,7 @@
 """Sentence maps and samples of BERT and T5, against hand-computed cases and invariants."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from megatron_data import (
 )
 from megatron_data.datasets import MaskingConfig, WordPieces
 from megatron_data.datasets.masking import mask_tokens
+from megatron_data.datasets.t5 import T5Dataset
 from megatron_data.order import sentence_map
 from megatron_data.order.mersenne import mt19937, mt19937_64
 
@@ -148,6 +150,67 @@ def test_bert_samples(sentences: str) -> None:
         train[100_000]
 
 
+def test_permuted_tokens_are_others_than_the_masked_ones_and_as_many() -> None:
+    """A fifth of 60 tokens is masked, and a fifth permuted among themselves."""
+    tokens = list(range(12, 72))
+    config = MaskingConfig(0.2, 2, permutation=True)
+    moved = 0
+    for seed in range(20):
+        random = np.random.RandomState(seed)
+        masked = mask_tokens(tokens, 60, random, config, PIECES, lambda: PIECES.mask_id)
+        hidden = {position for span in masked.spans for position in span.positions}
+        others = [position for position in masked.positions if position not in hidden]
+        assert len(masked.positions) == len(set(masked.positions)) == len(hidden) + len(others)
+        assert len(hidden) == len(others) == 12
+        assert {tokens[at] for at in others} == {masked.tokens[at] for at in others}
+        moved += sum(masked.tokens[at] != tokens[at] for at in others)
+    assert moved > 180  # of 240; about one of each sample stays
+
+
+def joined(parts: list[list[int]]) -> list[int]:
+    return [token for part in parts for token in part]
+
+
+def inside(part: list[int], whole: list[int]) -> bool:
+    """Returns whether a part is some consecutive tokens of a text."""
+    return any(whole[at : at + len(part)] == part for at in range(len(whole) - len(part) + 1))
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_a_bert_sample_is_what_its_sentences_have_room_for(sentences: str, head: bool) -> None:
+    """Two segments are sentences before and after a point; the longer one loses tokens."""
+    config = BertDatasetConfig(32, binary_head=head)
+    train = build_bert_datasets(
+        sentences, "1,0,0", (150, 0, 0), config=config, word_pieces=PIECES, seed=7
+    ).train
+    assert train is not None
+    for number in range(len(train)):
+        sample = train[number]
+        first, last, target = map(int, train.sample_map[number])
+        parts = [train.source.get(sentence).tolist() for sentence in range(first, last)]
+        hidden = np.where(sample["loss_mask"] > 0, sample["labels"], sample["tokens"])
+        text = hidden[sample["document_ids"] == 0].tolist()
+        ends = [at for at, token in enumerate(text) if token == PIECES.sep_id]
+        assert (text[0], len(ends), ends[-1]) == (PIECES.cls_id, 1 + head, len(text) - 1)
+        found = [text[begin + 1 : end] for begin, end in zip([0, *ends], ends, strict=False)]
+        types = sample["token_types"][: len(text)].tolist()
+        assert types == [0] * (ends[0] + 1) + [1] * (len(text) - ends[0] - 1)
+        assert sum(map(len, found)) == min(sum(map(len, parts)), target)
+        if not head:
+            assert inside(found[0], joined(parts)) and not sample["is_random"]
+            continue
+        if sample["is_random"]:
+            found.reverse()
+        wholes = [(joined(parts[:at]), joined(parts[at:])) for at in range(1, len(parts))]
+        assert any(
+            inside(found[0], before)
+            and inside(found[1], after)
+            and (len(found[0]) == len(before) or len(found[0]) >= len(found[1]) - 1)
+            and (len(found[1]) == len(after) or len(found[1]) >= len(found[0]) - 1)
+            for before, after in wholes
+        )
+
+
 @pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_samples_say_whether_sentences_were_truncated(sentences: str, kind: str) -> None:
     train = (
@@ -201,6 +264,41 @@ def test_t5_samples_can_be_reassembled(sentences: str) -> None:
             whole += spans.get(token, [token])
         assert not set(whole) & set(PIECES.sentinel_ids)
         assert len(whole) <= 46
+
+
+def test_a_t5_sample_may_fill_its_encoder_its_decoder_and_the_sentinels(sentences: str) -> None:
+    masking = MaskingConfig(0.1, 3)
+    config = T5DatasetConfig(48, 32, masking)
+    train = build_t5_datasets(
+        sentences, "1,0,0", (100, 0, 0), config=config, word_pieces=PIECES, seed=7
+    ).train
+    assert train is not None
+    masked = [len(set(train[at]["labels"].tolist()) & {*PIECES.sentinel_ids}) for at in range(40)]
+    at = int(np.argmax(masked))
+    sizes = [int((train[at][f"{side}_document_ids"] == 0).sum()) for side in ("encoder", "decoder")]
+
+    def read(length: int, decoder_length: int, sentinels: int) -> list[list[int]]:
+        pieces = replace(PIECES, sentinel_ids=PIECES.sentinel_ids[:sentinels])
+        config = T5DatasetConfig(length, decoder_length, masking)
+        sample = T5Dataset(train.source, train.sample_map, config, pieces, train.seed)[at]
+        return [sample[f"{side}_tokens"].tolist() for side in ("encoder", "decoder")]
+
+    exact = [*sizes, masked[at]]
+    assert masked[at] > 1
+    assert read(*exact) == [
+        train[at][f"{side}_tokens"][:size].tolist()
+        for side, size in zip(("encoder", "decoder"), sizes, strict=True)
+    ]
+    for which, message in enumerate(
+        (
+            f"{sizes[0]} tokens for the encoder, which has room for {sizes[0] - 1};",
+            f"{sizes[1]} tokens for the decoder, which has room for {sizes[1] - 1};",
+            f"{masked[at]} masked spans, but the tokenizer has {masked[at] - 1} sentinels",
+        )
+    ):
+        less = [size - (number == which) for number, size in enumerate(exact)]
+        with pytest.raises(DataError, match=rf"sample {at} has {message}"):
+            read(*less)
 
 
 def test_refusals(sentences: str) -> None:
