@@ -186,17 +186,20 @@ def test_the_first_texts_and_every_500th_are_compared(
 
     monkeypatch.setattr(tokenizer, "encode_batch", watched)
     texts = [f"{number}" for number in range(1300)]
-    for start, end in ((0, 150), (150, 450), (450, 450), (450, 1001), (1001, 1300)):
+    for start, end in ((0, 150), (150, 500), (500, 500), (500, 1001), (1001, 1300)):
         made.encode_batch(texts[start:end])
     assert compared == [*texts[:200], "500", "1000"]
     assert (fast.CHECKED_CHARACTERS, fast.CHECKED_SHARE) == (200_000, 200)
-    monkeypatch.setattr(fast, "CHECKED_CHARACTERS", 60)
+    monkeypatch.setattr(fast, "CHECKED_CHARACTERS", 80)
     compared.clear()
-    FastTokenizer(tokenizer).encode_batch(["ten " * 10] * 100)  # 60 + 4000 // 200 characters
-    assert len(compared) == 2
+    FastTokenizer(tokenizer).encode_batch(["ten " * 10] * 200)  # 80 + 8000 // 200 characters
+    assert len(compared) == 3
     assert made.encode_batch(["b", "", "c d"]) == [
         HuggingFaceTokenizer.encode(tokenizer, text) for text in ("b", "", "c d")
     ]
+    monkeypatch.setattr(stand, "wrong_at", 0)
+    with pytest.raises(fast.MismatchError, match=r"tokens for 'a{60}'$"):
+        FastTokenizer(tokenizer).encode_batch(["a" * 61])
 
 
 def test_gigatoken_has_threads_unless_the_environment_forbids_them(

@@ -189,6 +189,31 @@ def test_zstandard_frames_of_every_form_are_decompressed_in_few_steps(
             assert "the last frame is incomplete" in str(opened.damage)
 
 
+@pytest.mark.parametrize(
+    ("rest", "reason"),
+    [
+        (b"\x28\xb5", "the last frame is incomplete"),
+        (b"\x28\xb5\x2f\xfe" + bytes(20), "a frame of zstandard is expected"),
+        (b"\x60\x2a\x4d\x18" + bytes(20), "a frame of zstandard is expected"),  # 16 are skippable
+        (b"\x5f\x2a\x4d\x18\x04\0\0\0abc", "the last frame is incomplete"),
+        (b"\x5f\x2a\x4d\x18\x03\0\0\0abc\x28", "the last frame is incomplete"),
+        (b"\x28\xb5\x2f\xfd\x00\x58" + (131_073 << 3 | 1).to_bytes(3, "little") + bytes(140_000),
+         "a block has 131,073 bytes, more than zstandard allows"),
+    ],
+)  # fmt: skip
+def test_what_follows_a_frame_of_zstandard_may_be_damaged(
+    rest: bytes, reason: str, tmp_path: Path
+) -> None:
+    """Magic numbers and the largest block are those of RFC 8878."""
+    (tmp_path / "a.zst").write_bytes(zstandard.compress(b"text") + rest)
+    with Stream(str(tmp_path / "a.zst")) as opened:
+        assert opened.read(4) == b"text"
+        assert opened.read(1) == b"" and opened.ended
+        assert opened.damage == (
+            f"it is damaged or truncated ({reason}), the rest is lost; copy it again"
+        )
+
+
 def test_folders_include_compressed_files(plain: Path, tmp_path: Path) -> None:
     folder = tmp_path / "all"
     folder.mkdir()

@@ -394,27 +394,29 @@ def test_a_folder_is_taken_again_if_the_previous_run_has_just_removed_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folder is gone before the lock is opened; the lock is gone, or another, once locked."""
-    lock, really, flock, opened = tmp_path / ".o.parts" / "lock", os.open, fcntl.flock, []
+    lock, really, flock, locked = tmp_path / ".o.parts" / "lock", os.open, fcntl.flock, []
+    removed: list[Path] = []
 
     def open_after(path: object, *rest: int, **named: int) -> int:
-        if path == lock and not opened:
+        if path == lock and not removed:
             lock.parent.rmdir()
-            opened.append("without a folder")
+            removed.append(lock)
         return really(path, *rest, **named)  # type: ignore[arg-type]
 
     def lock_after(descriptor: int, how: int) -> None:
         flock(descriptor, how)
-        opened.append("locked")
-        if len(opened) < 4:
+        locked.append(descriptor)
+        if len(locked) < 3:
             lock.unlink()
-        if len(opened) == 3:
+        if len(locked) == 2:
             lock.touch()
 
     monkeypatch.setattr(os, "open", open_after)
     monkeypatch.setattr(fcntl, "flock", lock_after)
     with WorkFolder(str(tmp_path / "o"), {"a": 1}):
         assert lock.exists()
-    assert opened == ["without a folder", "locked", "locked", "locked"]
+    assert removed and len(locked) == 4  # the last one is that of job.json
+    assert len({*locked[:3]}) == 1, "each is closed before the next is opened"
     assert not list(tmp_path.iterdir())
 
 

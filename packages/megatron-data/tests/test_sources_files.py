@@ -196,6 +196,7 @@ def test_a_writer_begins_again_if_the_previous_one_has_just_ended(
     with AtomicFile(tmp_path / "a") as file:
         file.write(b"one")
     assert len(locked) == 3 and (tmp_path / "a").read_bytes() == b"one"
+    assert len({*locked}) == 1, "each is closed before the next is opened"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

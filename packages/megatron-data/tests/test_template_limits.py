@@ -169,8 +169,8 @@ def test_a_conversation_has_one_budget() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ messages | length }}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}",
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{{ '[assistant]' if add_generation_prompt else '<end>' }}",
         "{% for m in messages %}{% set b %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% endset %}{{ b | trim }}{% endfor %}",
     ],
@@ -180,15 +180,16 @@ def test_a_limit_is_named_wherever_it_is_exceeded(source: str) -> None:
     """Also in a rendering that only finds the answers, whose other errors are not reported."""
     template = ChatTemplate(source)
     talk = [CHAT[0], {"role": "assistant", "content": "\nHi\n"}]
+    talk *= 1 if "generation %" in source else 2
     refused = 0
-    for steps in range(1, 2000, 3):
+    for steps in range(1, 2000, 7):
         try:
             assert template.with_limits(TemplateLimits(steps)).render(talk).assistant_spans
             break
         except DataError as error:
             assert "exceeds the limit of steps" in str(error), steps
             refused += 1
-    assert 20 < refused < 600
+    assert 8 < refused < 280
 
 
 def test_limits_are_kept_with_a_template() -> None:

@@ -216,6 +216,8 @@ def test_a_named_kind_reads_only_its_own_files(tmp_path: Path) -> None:
     for kind, ids in (("BertWordPieceCase", [5, 6]), ("BertWordPieceLowerCase", [6, 6])):
         made = build_tokenizer(kind, vocab_file=str(words))
         assert (made.vocab_size, made.encode("A a")) == (9, ids)
+        more = made.with_special_tokens(["<A>"])
+        assert (more.encode("<A>"), more.encode("<a>")) == ([9], [1, 6, 1])
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,11 @@ PROMPT = "{% if add_generation_prompt %}[assistant]{% endif %}"
         "{{ messages[-1].content[:1] }}" + EACH,
         EACH.replace("m.content", "m.content if m.content | length > 1 else raise_exception('no')")
         + "{{ messages | length }}",
+        "{% for m in messages %}{{ 'B' if m.content | length == 1 }}{% endfor %}"
+        + EACH
+        + "{{ '' if add_generation_prompt else '<end>' }}",
     ],
-    ids=["earlier", "last", "twice", "text behind", "text before", "refused"],
+    ids=["earlier", "last", "twice", "text behind", "text before", "refused", "heading"],
 )
 def test_an_answer_whose_place_is_not_certain_is_refused(source: str) -> None:
     """The text without later messages is another one, and another content changes more of it."""
