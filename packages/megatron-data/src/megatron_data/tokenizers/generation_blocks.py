@@ -44,12 +44,12 @@ class Blocks:
     def write(self, text: str) -> str:
         """Returns what a block writes: its text, with marks unless it is empty."""
         self.texts.append(text)
-        begin, end = self.marks
-        if not text or not begin or self.only not in (None, len(self.texts) - 1):
+        if self.only not in (None, len(self.texts) - 1):
             return text
         core = self.trimmed(text)
         if not core:
             return text
+        begin, end = self.marks
         self.marked += 1
         first = len(text) - len(text.lstrip()) if self.inside[0] else 0
         return text[:first] + begin + core + end + text[first + len(core) :]
