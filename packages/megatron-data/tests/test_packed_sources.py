@@ -1,7 +1,9 @@
 """Tests that compressed files, Parquet, patterns and URLs give the documents of a plain file."""
 
 import bz2
+import errno
 import gzip
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +17,7 @@ from megatron_data.sources.json_lines import JsonLines, LinesChunk
 from megatron_data.sources.opening import open_sources
 from megatron_data.sources.parquet import Parquet, RowsChunk
 from megatron_data.sources.parquet_checksums import has_page_checksums
-from megatron_data.sources.protocol import BrokenChunk, Span
+from megatron_data.sources.protocol import BrokenChunk, Fault, Span
 from megatron_data.sources.streams import Stream
 
 zstandard = pytest.importorskip("zstandard")
@@ -319,6 +321,44 @@ def test_the_size_of_a_row_is_that_of_its_texts_or_of_its_json(tmp_path: Path) -
     assert other.values == {"a": "y", "b": ["r"], "c": 7}
     fault, _ = chunk.rows(size - 1)
     assert (fault.location, fault.size) == (f"{tmp_path / 'a.parquet'}, row 1", size)
+
+
+def test_a_text_that_is_not_utf8_is_a_fault_of_its_row(tmp_path: Path) -> None:
+    path, digests = tmp_path / "a.parquet", set()
+    for wrong in (b"\xfe", b"\xff"):
+        texts = pyarrow.array([b"a", b"xy" + wrong, b"c"]).view(pyarrow.string())
+        parquet.write_table(pyarrow.table({"text": texts}), path)
+        (chunk,) = Parquet(str(path), ("text",)).chunks()
+        digests.add(chunk.digest)
+    reason = "byte 2 of a text, 0xff, is not UTF-8; convert the column, or declare it as binary"
+    fault = Fault(f"{path}, row 2", "encoding", reason, str(path), 2, None, None)
+    one, found, three = chunk.items(["text"])
+    assert (one.number, one.texts, found) == (1, [["a"]], fault)
+    assert (three.number, three.texts) == (3, [["c"]])
+    first, again, third = chunk.rows()
+    assert (first.values, again, third.values) == ({"text": "a"}, fault, {"text": "c"})
+    assert (first.number, third.number, len(digests)) == (1, 3, 2)
+
+
+@pytest.mark.parametrize(("module", "name"), [("streams", "a.jsonl.gz"), ("parquet", "a.parquet")])
+def test_an_error_of_the_disk_is_no_damage_of_the_file(
+    module: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise error
+
+    path = write_table(tmp_path / name, ["a"])
+    source = Parquet(str(path), ("text",)) if module == "parquet" else JsonLines(str(path))
+    monkeypatch.setattr(
+        f"megatron_data.sources.{module}.open_file", lambda path: Broken(Path(path).read_bytes())
+    )
+    error = OSError(errno.EIO, "Input/output error")
+    with pytest.raises(OSError, match="Input/output error"):
+        list(source.chunks())
+    error = OSError("Not a gzipped file")  # from the content
+    (chunk,) = source.chunks()
+    assert isinstance(chunk, BrokenChunk) and chunk.problem.kind == "damaged"
 
 
 def test_page_checksums_are_those_of_the_columns_that_are_read(tmp_path: Path) -> None:
