@@ -356,9 +356,10 @@ def test_an_error_of_the_disk_is_no_damage_of_the_file(
     error = OSError(errno.EIO, "Input/output error")
     with pytest.raises(OSError, match="Input/output error"):
         list(source.chunks())
-    error = OSError("Not a gzipped file")  # from the content
-    (chunk,) = source.chunks()
-    assert isinstance(chunk, BrokenChunk) and chunk.problem.kind == "damaged"
+    if module == "parquet":  # pyarrow raises such an error for the content
+        error = OSError("Couldn't deserialize thrift")
+        (chunk,) = source.chunks()
+        assert isinstance(chunk, BrokenChunk) and chunk.problem.kind == "damaged"
 
 
 def test_page_checksums_are_those_of_the_columns_that_are_read(tmp_path: Path) -> None:

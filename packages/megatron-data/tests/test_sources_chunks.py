@@ -149,7 +149,7 @@ def test_chunks_are_read_again_up_to_16_mebibytes_and_a_document() -> None:
 def test_every_source_reads_a_chunk_again_up_to_that_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(protocol, "LARGEST_CHUNK", 22)
+    monkeypatch.setattr(protocol, "LARGEST_CHUNK", 18)
     paths = [write(tmp_path / name, b"{}      \n" * 3) for name in ("a.txt", "b.txt", "c.txt")]
     source: Any = {
         "lines": JsonLines(paths[0]),
@@ -157,9 +157,10 @@ def test_every_source_reads_a_chunk_again_up_to_that_size(
         "parallel lines": ParallelLines(paths[:2]),
     }[kind]
     (chunk,) = source.chunks()
-    assert source.chunk_at(chunk.span, 5).span == chunk.span
+    assert source.chunk_at(chunk.span, 9).digest == chunk.digest
+    monkeypatch.setattr(protocol, "LARGEST_CHUNK", 17)
     with pytest.raises(DataError, match="a chunk of 27 bytes or more, but documents have at most"):
-        source.chunk_at(chunk.span, 4)
+        source.chunk_at(chunk.span, 9)
 
 
 def test_a_broken_chunk_is_one_fault() -> None:
