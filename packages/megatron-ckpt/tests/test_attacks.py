@@ -235,6 +235,8 @@ def test_numbers_of_a_piece_are_checked_before_they_are_used(run, forge, change,
             "pieces take",
         ),
         (lambda c: c.update(iteration=True), "iteration is True, not an integer"),
+        (lambda c: c.update(iteration=-1), "iteration is -1, not an integer of at least 0"),
+        (lambda c: c.update(world_size=0), "world_size is 0, not an integer of at least 1"),
         (lambda c: c.update(model={"family": 3, "config": {}}), "model: family is 3, not a string"),
         (lambda c: c.pop("files"), "lacks 'files'"),
     ],
@@ -244,6 +246,43 @@ def test_numbers_of_a_manifest_are_checked_against_each_other(run, forge, change
     forge(made, change)
     with pytest.raises(CheckpointError, match=words):
         Checkpoint(made)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [  # of 4 bytes an element; a tensor may have 2**62
+        ([1 << 60, 1], r"lengths is \[5, 2\], from \(0, 0\), outside of shape"),
+        ([(1 << 60) + 1, 1], "which is too large for a tensor"),
+        ([0, (1 << 60) + 1], "which is too large for a tensor"),  # although it has no element
+    ],
+)
+def test_tensors_have_at_most_two_to_the_62_bytes(run, forge, shape, words):
+    made = run / "iter_0000000"
+    forge(made, lambda content: content["tensors"]["word"].update(shape=shape))
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoint(made)
+
+
+def test_a_box_that_no_piece_covers_is_not_loaded(run, forge):
+    """Two pieces overlap, so that they have as many elements as the tensor."""
+
+    def cut(content):
+        (piece,) = content["tensors"]["word"]["pieces"]
+        lower = {**piece, "lengths": [3, 2]}
+        content["tensors"]["word"]["pieces"] = [lower, {**lower, "lengths": [2, 2]}]
+
+    forge(run / "iter_0000000", cut)
+    checkpoint = Checkpoint(run / "iter_0000000")
+    view = View(torch.zeros(1, 2), (5, 2), (4, 0), (1, 2))
+    with pytest.raises(CheckpointError, match=r"do not cover 'word' \[4:5,0:2\]"):
+        checkpoint.load_tensors({"word": [view]})
+
+
+@pytest.mark.parametrize(("length", "shown"), [(39, "x" * 39), (40, r"'x{12}\.\.\.x{13}'")])
+def test_a_format_of_forty_letters_is_shortened_in_its_error(run, forge, length, shown):
+    forge(run / "iter_0000000", lambda content: content.update(format="x" * length))
+    with pytest.raises(CheckpointError, match=rf"has format {shown} 1, but this megatron-ckpt"):
+        Checkpoint(run / "iter_0000000")
 
 
 def test_layers_are_counted_against_the_tensors(folder, run, forge, tmp_path):

@@ -170,6 +170,10 @@ def test_a_failed_export_leaves_no_folder(folder, tmp_path, disk):
         (lambda f: (f / "config.json").unlink(), "config.json is missing"),
         (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
         (lambda f: (f / "config.json").write_text("{}"), "a config.json without architectures"),
+        (
+            lambda f: (f / "config.json").write_text('{"architectures": ["A", "B"]}'),
+            "^no family reads A or B; installed are toy$",
+        ),
         (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (lambda f: (f / "model.safetensors").write_bytes(b"x"), "cannot be read"),
     ],
@@ -315,6 +319,7 @@ def test_a_model_without_family_is_exported_as_the_only_one_that_fits(
     words = "the families toy, twin can all express the model; choose one with --family\n"
     assert capsys.readouterr().err == f"megatron-ckpt: error: {made}: {words}"
     assert main(["convert", "--to-hf", str(made), str(tmp_path / "two"), "--family", "twin"]) == 0
+    assert capsys.readouterr().err == ""  # the user has chosen
 
     strange = save_toy(tmp_path / "strange", dim=9)
     with pytest.raises(CheckpointError, match="express the model: toy has dim = 8, this one has 9"):
@@ -356,6 +361,9 @@ def test_an_architecture_of_two_families_needs_a_choice(toy, folder, tmp_path, c
     words = "the families toy, twin all read ToyModel; choose one with --family\n"
     assert capsys.readouterr().err.endswith(words)
     assert not (tmp_path / "one").exists()
+    assert main([*line, "--family", "tiwn"]) == 1
+    words = "error: no family 'tiwn' (nearest: 'twin'); installed are toy, twin\n"
+    assert capsys.readouterr().err.endswith(words)
     assert main([*line, "--family", "twin"]) == 0
 
 

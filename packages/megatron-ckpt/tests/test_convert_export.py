@@ -2,9 +2,11 @@
 
 import inspect
 import json
+import os
 
 import pytest
 import torch
+import tqdm
 from megatron_ckpt import (
     Checkpoint,
     CheckpointError,
@@ -14,6 +16,7 @@ from megatron_ckpt import (
     export_hf,
     import_hf,
 )
+from megatron_ckpt._version import __version__
 from megatron_ckpt.cli import _size, build_parser, main
 from megatron_ckpt.coordinator import map_reduce
 from safetensors.torch import load_file, save_file
@@ -99,7 +102,9 @@ def test_a_model_that_was_trained_here_has_the_tokens_of_its_tokenizer(tmp_path,
     assert json.loads((back / "generation_config.json").read_text()) == {"eos_token_id": 2}
     tokens = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": None}
     settings = {"architectures": ["ToyModel"], "depth": 0, "torch_dtype": "float32"}
-    assert json.loads((back / "config.json").read_text()) == tokens | settings
+    text = (back / "config.json").read_text()
+    assert json.loads(text) == tokens | settings
+    assert text == json.dumps(json.loads(text), indent=2) + "\n"  # as transformers writes it
     assert sorted(path.name for path in back.iterdir()) == [
         *("config.json", "generation_config.json", "model.safetensors"),
         *("tokenizer.json", "tokenizer_config.json"),
@@ -108,6 +113,20 @@ def test_a_model_that_was_trained_here_has_the_tokens_of_its_tokenizer(tmp_path,
     strange = {"huggingface/config.json": b'{"architectures": ["Other"], "x": 1}'}
     run = CheckpointStore(tmp_path / "other").save(1, tensors, model=record, files=strange)
     assert "x" not in json.loads((export_hf(run, tmp_path / "two") / "config.json").read_text())
+
+
+def test_an_import_names_each_file_that_it_leaves_out(folder, tmp_path):
+    notes = []
+    import_hf(folder, tmp_path / "one", on_note=notes.append)
+    assert notes == []
+    (folder / "tekken.json").write_text("{}")
+    weights = load_file(folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "gone.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    import_hf(folder, tmp_path / "two", on_note=notes.append)
+    absent, left = notes
+    assert absent.endswith("names gone.safetensors, which is missing; model.safetensors is read")
+    assert left == f"{folder}: not kept in the checkpoint: tekken.json"
 
 
 def test_settings_of_generation_are_kept_unless_the_export_makes_its_own(folder, tmp_path):
@@ -140,6 +159,10 @@ def test_the_command_takes_iterations_and_sizes(folder, tmp_path, capsys):
     capsys.readouterr()
     assert main(["inspect", run, "--iteration", "0"]) == 0
     assert "iteration   0\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"megatron-ckpt {__version__}\n"
 
 
 def test_files_of_weights_have_5_gb_unless_another_size_is_given():
@@ -147,6 +170,70 @@ def test_files_of_weights_have_5_gb_unless_another_size_is_given():
     assert build_parser().parse_args(words).max_shard_gb == 5.0
     default = inspect.signature(export_hf).parameters["max_shard_bytes"].default
     assert default == 5_000_000_000
+
+
+class Bar:
+    """Records what a progress bar gets."""
+
+    made: "Bar"
+
+    def __init__(self, **settings):
+        Bar.made = self
+        self.settings, self.total, self.n, self.closed = settings, settings["total"], 0, False
+
+    def reset(self, total):
+        self.total, self.n = total, 0
+
+    def update(self, more):
+        assert more > 0 and self.n + more <= self.total
+        self.n += more
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.closed = True
+
+
+def test_a_bar_counts_the_bytes_that_are_written_or_compared(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    run, back = str(tmp_path / "run"), str(tmp_path / "back")
+    weights = (5 * 2 + 4 * 3 * 2) * 4
+    read = {path.name: path.stat().st_size for path in folder.iterdir()}
+    for words, total in (
+        (["convert", str(folder), run], weights),
+        (["convert", run, back, "--dtype", "bfloat16"], weights // 2),
+        (["verify", run], None),
+    ):
+        assert main(words) == 0
+        if total is None:
+            made = Checkpoint(tmp_path / "run" / "iter_0000000").path
+            held = [path for path in made.rglob("*") if path.is_file()]
+            total = sum(path.stat().st_size for path in held if path.name != "MANIFEST.json")
+            assert total > weights + read["tokenizer.json"] + read["config.json"]
+        assert (Bar.made.n, Bar.made.total, Bar.made.closed) == (total, total, True)
+        size = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "disable": None}
+        first = total if words[0] == "verify" else 0
+        assert Bar.made.settings == {"desc": words[0], "total": first, **size}
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("length", "lines"), [(41, 1), (42, 2)])
+def test_settings_have_100_columns_outside_of_a_terminal(
+    tmp_path, capsys, monkeypatch, length, lines
+):
+    def no_terminal(*_):
+        raise OSError
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(os, "get_terminal_size", no_terminal)
+    config = {"x" * 41: 1, "y" * length: 1}  # 12 + 44 + 1 + 43 columns
+    run = CheckpointStore(tmp_path).save(1, {}, model=ModelRecord("toys", "toy", 3, config))
+    assert main(["inspect", str(run)]) == 0
+    shown = [
+        line for line in capsys.readouterr().out.splitlines() if "xxx" in line or "yyy" in line
+    ]
+    assert len(shown) == lines and max(map(len, shown)) <= 100
 
 
 SIZES = [

@@ -2,10 +2,13 @@
 
 import errno
 import os
+import stat
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from megatron_ckpt import CheckpointStore, View
 from megatron_ckpt.store import durable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -56,6 +59,29 @@ def test_nothing_is_left_of_a_folder_that_was_not_finished(tmp_path, synced):
     assert list(tmp_path.iterdir()) == [] and synced == []
 
 
+def test_the_error_of_a_folder_is_raised_although_the_folder_is_gone(tmp_path):
+    with pytest.raises(KeyboardInterrupt), durable.create_folder(tmp_path / "made") as folder:
+        folder.rmdir()
+        raise KeyboardInterrupt
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path):
+    with durable.create_folder(tmp_path / "made") as folder:
+        pass
+    (tmp_path / "made").rmdir()
+    folder.mkdir()  # as a process leaves it that is killed before the end
+    with durable.create_folder(tmp_path / "made"):
+        assert not folder.exists()
+
+
+def test_the_remains_of_a_killed_replacement_are_overwritten(tmp_path):
+    """Another process had the same number before."""
+    (tmp_path / f"latest.tmp-{os.getpid()}").write_bytes(b"a longer content")
+    durable.replace_file(tmp_path / "latest", b"20")
+    assert (tmp_path / "latest").read_bytes() == b"20"
+    assert [each.name for each in tmp_path.iterdir()] == ["latest"]
+
+
 def test_leftovers_are_removed_unless_they_are_locked_or_have_other_names(tmp_path):
     left = tmp_path / "made.tmp-0123456789ab"
     others = [tmp_path / name for name in ("made.tmp-0123456789a", "mode.tmp-0123456789ab")]
@@ -93,6 +119,46 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
     with durable.create_file(tmp_path / "file") as descriptor:
         durable.write_all(descriptor, b"0123456789")
     assert (tmp_path / "file").read_bytes() == b"0123456789"
+
+
+def test_short_reads_are_continued_until_the_file_ends(tmp_path, monkeypatch):
+    read = os.preadv
+    monkeypatch.setattr(
+        durable.os, "preadv", lambda descriptor, rest, at: read(descriptor, [rest[0][:3]], at)
+    )
+    (tmp_path / "file").write_bytes(b"0123456789")
+    with (tmp_path / "file").open("rb") as file:
+        for start, length, whole in ((0, 10, True), (2, 7, True), (2, 9, False), (10, 1, False)):
+            buffer = bytearray(length)
+            assert durable.read_into(file.fileno(), buffer, start) == whole
+            if whole:
+                assert buffer == b"0123456789"[start : start + length]
+
+
+def test_files_have_the_permissions_that_the_user_leaves(tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = CheckpointStore(tmp_path / "run").save(1, {"w": [View.whole(torch.ones(2))]})
+    finally:
+        os.umask(before)
+    files = [*(each for each in path.iterdir()), tmp_path / "run" / ".lock"]
+    assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o640}
+
+
+def test_a_save_syncs_contents_before_names_and_the_name_before_the_pointer(tmp_path, synced):
+    CheckpointStore(tmp_path / "run").save(
+        1, {"w": [View.whole(torch.ones(2))]}, files={"deep/notes": b"notes"}
+    )
+    made = "run/" + synced[0].split("/")[1]
+    assert made.startswith("run/iter_0000001.tmp-")
+    names = [name.replace(made, "new") for name in synced]
+    assert names == [
+        *("new/model-00000-of-00001.safetensors", "new"),  # all ranks have written before
+        *("new/state.json", "new/deep/notes", "new/deep", "new"),
+        *("new/MANIFEST.json", "new"),
+        *("run", "."),  # its final name, and that of the folder of the run
+        *(f"run/latest_checkpointed_iteration.txt.tmp-{os.getpid()}", "run"),
+    ]
 
 
 def test_no_descriptor_stays_open(tmp_path):

@@ -253,6 +253,9 @@ def test_an_unfinished_save_is_not_reported_while_its_writer_lives(tmp_path, cap
     assert not caplog.messages
     assert CheckpointStore(tmp_path).latest_iteration() == 1
     assert "unfinished" in caplog.text
+    (tmp_path / "iter_0000001").rename(tmp_path / "elsewhere")
+    assert CheckpointStore(tmp_path).latest_iteration() is None
+    assert caplog.messages[-1].endswith("0a is an unfinished save; there is no other")
 
 
 SAVER = """
@@ -300,6 +303,9 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path):
     save(tmp_path, 2)
     damage_manifest(store.path(2))
     assert store.latest_checkpoint().iteration == 1
+    (tmp_path / "alone" / "iter_0000004").mkdir(parents=True)
+    with pytest.raises(CorruptCheckpointError, match=r"it has no MANIFEST\.json; restore or move"):
+        CheckpointStore(tmp_path / "alone").latest_checkpoint()
     damage_manifest(store.path(1))
     words = r"damaged checkpoints and no complete one: .*digest differs.* .and 1 more"
     for choose in (store.latest_checkpoint, store.latest_iteration):

@@ -24,6 +24,22 @@ def content(tmp_path, name="tokenizer/tokenizer.json", **settings):
     return json.loads(source(tmp_path, **settings).files[name])
 
 
+def test_files_are_laid_out_as_transformers_writes_them(tmp_path):
+    words = ["\u65e5", *WORDS[1:]]
+    files = source(
+        tmp_path, more={"tokenizer.ggml.tokens": words, "tokenizer.ggml.merges": []}
+    ).files
+    for name, indent in (
+        ("huggingface/config.json", 2),
+        ("huggingface/generation_config.json", 2),
+        ("tokenizer/tokenizer_config.json", 2),
+        ("tokenizer/tokenizer.json", None),
+    ):
+        text = json.dumps(json.loads(files[name]), indent=indent, ensure_ascii=False)
+        assert files[name].decode() == text + "\n", name
+    assert "\u65e5" in files["tokenizer/tokenizer.json"].decode()
+
+
 def token(number, text, special):
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": text, **flags, "special": special}

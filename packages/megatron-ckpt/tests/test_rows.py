@@ -79,6 +79,22 @@ def test_one_expert_reads_only_its_own_rows():
     assert made[0, :, 0, 0].tolist() == [210, 310]
 
 
+@pytest.mark.parametrize(("shape", "source"), [([1, 1], []), ([], [1, 1]), ([1], []), ([], [])])
+def test_a_single_number_may_gain_and_lose_dims(shape, source):
+    theirs = torch.full(source, 7.0)
+    row, asked = one(theirs, ("reshape", {"shape": shape, "source": source})), []
+    (ours,) = row.forward([theirs])
+    assert ours.shape == tuple(shape) and row.inverse([ours])[0].shape == tuple(source)
+
+    def get(i, box):
+        asked.append((i, box))
+        return theirs
+
+    whole = Box((0,) * len(shape), tuple(shape))
+    assert torch.equal(row.read_box("ours.0", whole, [theirs.to("meta")], get), ours)
+    assert asked == [(0, Box((0,) * len(source), tuple(source)))]
+
+
 WHERE = {
     (): [0, 1],
     ("count", "$depth"): [0, 1, 2, 3, 4],

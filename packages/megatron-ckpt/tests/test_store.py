@@ -309,6 +309,7 @@ def test_the_newest_complete_checkpoint_is_loaded_and_torn_ones_are_named_once(t
     assert "using iteration 20" in warning
     back = {name: torch.zeros(4, 3) for name in simple()}
     assert store.load(None, whole(back))["n"] == 20
+    assert caplog.messages == [warning] * 2
     assert torch.equal(back["w"], simple(20.0)["w"])
 
 
@@ -326,7 +327,7 @@ def test_naming_a_torn_or_absent_checkpoint_is_an_error(tmp_path):
         store.load(15, back)
     with pytest.raises(CheckpointError, match="is not a directory"):
         find_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint; give the folder of a run"):
         CheckpointStore(tmp_path / "nowhere").load(None, back)
     assert CheckpointStore(tmp_path / "nowhere").latest_iteration() is None
     renamed = store.path(10).rename(store.path(99))
@@ -346,6 +347,7 @@ def test_an_existing_checkpoint_is_replaced_only_when_asked(tmp_path):
     store.save(10, whole(simple(2.0)), replace=True)
     store.load(10, whole(back))
     assert torch.equal(back["w"], simple(2.0)["w"])
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000010"]
     (store.path(10) / "MANIFEST.json").write_text("{")
     store.save(10, whole(simple(3.0)))
     store.load(10, whole(back))

@@ -2,8 +2,11 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +15,14 @@ from megatron_ckpt import (
     CheckpointError,
     CheckpointStore,
     CorruptCheckpointError,
+    Retention,
     View,
     describe_foreign_checkpoint,
     find_checkpoint,
 )
+from megatron_ckpt._version import __version__
 from megatron_ckpt.store import checkpoint as checkpoint_module
-from megatron_ckpt.store import lock
+from megatron_ckpt.store import lock, writer
 from megatron_ckpt.store.blocks import (
     BlockReader,
     BlockWriter,
@@ -95,6 +100,18 @@ def test_a_file_that_shrinks_while_it_is_read_is_torn(tmp_path, small_blocks):
         os.truncate(tmp_path / "a", 300)
         with pytest.raises(CorruptCheckpointError, match="became shorter while it was read"):
             reader.view(500, 10)
+
+
+def test_an_error_in_a_block_leaves_the_others_readable(tmp_path, small_blocks):
+    data = bytes(number % 251 for number in range(700))
+    record = write_file(tmp_path / "a", data)
+    (tmp_path / "a").write_bytes(data[:300] + b"x" + data[301:])
+    with BlockReader(tmp_path, "a", record) as reader:
+        for _ in range(2):
+            assert bytes(reader.view(0, 9)) == data[:9]
+            assert bytes(reader.view(690, 10)) == data[690:]
+            with pytest.raises(CorruptCheckpointError, match=r"bytes 256 to 512 changed since"):
+                reader.view(260, 5)
 
 
 def test_files_up_to_the_limit_are_read_into_memory(tmp_path, monkeypatch):
@@ -219,6 +236,16 @@ def test_a_replaced_checkpoint_stands_in_until_its_successor_is_complete(tmp_pat
     assert not again.exists() and len(list(scan_directories(tmp_path))) == 1
 
 
+def test_a_complete_checkpoint_hides_its_replaced_copy(tmp_path):
+    """A save was killed between the new name and the deletion of the former folder."""
+    path = save(tmp_path, 2)
+    copied = tmp_path / "iter_0000002.replaced-0a"
+    shutil.copytree(path, copied)
+    assert [candidate.path for candidate in scan_directories(tmp_path)] == [path]
+    save(tmp_path, 3, retention=Retention(latest=1))
+    assert [each.name for each in tmp_path.glob("iter_*")] == ["iter_0000003"]
+
+
 def test_a_folder_of_an_iteration_is_opened_by_its_name_or_manifest(tmp_path):
     path = save(tmp_path, 3)
     assert find_checkpoint(path, 3).iteration == find_checkpoint(path).iteration == 3
@@ -302,3 +329,92 @@ def test_a_file_of_more_than_a_gibibyte_is_not_read_into_memory(tmp_path):
         files = {**manifest.files, "large": FileRecord(size, ("0" * 32,) * 17)}
         with pytest.raises(error, match=words):
             Checkpoint(path, replace(manifest, files=files)).read_file("large")
+
+
+@pytest.mark.parametrize("held", [lock.writer_lock, lock.run_lock])
+def test_a_lock_is_waited_for_for_two_seconds(tmp_path, monkeypatch, held):
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+
+    def sleep(seconds):
+        assert 0.0 < seconds <= 0.1
+        clock.now += seconds
+
+    clock.sleep = sleep
+    with held(tmp_path):
+        monkeypatch.setattr(lock, "time", clock)
+        with pytest.raises(lock.DirectoryInUseError), held(tmp_path):
+            pass
+    assert 102.0 < clock.now < 102.2
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_manifest_names_the_versions_that_saved_it(tmp_path, monkeypatch, installed):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    if not installed:
+        monkeypatch.setattr(writer, "version", missing)
+    found = Checkpoint(save(tmp_path)).manifest
+    assert found.versions == {
+        "megatron-ckpt": __version__,
+        "torch": version("torch") if installed else "unknown",
+    }
+    assert found.world_size == 1
+
+
+def test_empty_boxes_are_not_written_unless_the_tensor_is_empty(tmp_path):
+    empty = torch.zeros(0, 3)
+    views = {
+        "w": [View.whole(torch.ones(2, 3)), View(empty, (2, 3), (2, 0), (0, 3))],
+        "empty": [View.whole(empty)],
+    }
+    path = CheckpointStore(tmp_path).save(1, views)
+    data = (path / "model-00000-of-00001.safetensors").read_bytes()
+    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert sorted(head) == ["__metadata__", "empty", "w"]
+    assert len(Checkpoint(path).tensors["w"].pieces) == 1
+
+
+def test_tensors_of_other_ranks_are_wanted_in_their_shapes(tmp_path):
+    checkpoint, mine = Checkpoint(save(tmp_path)), torch.zeros(2, 3)
+    into = {"w": [View.whole(mine)]}
+    assert checkpoint.load(into, remote_shapes={"w.exp_avg": [2, 3]}) == {"n": 1}
+    assert torch.equal(mine, torch.arange(6.0).view(2, 3))
+    checkpoint.check_shapes({"w": [2, 3]}, groups=["model"])
+    for load in (
+        lambda: checkpoint.load(into, remote_shapes={"w.exp_avg": [3, 2]}),
+        lambda: checkpoint.load(into),
+        lambda: checkpoint.check_shapes({"w": [2, 3]}),
+    ):
+        with pytest.raises(CheckpointError, match=r"w\.exp_avg"):
+            load()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[1]", r"state\.json is not a JSON object"),
+        (b"{", r"state\.json: stored values cannot be"),
+    ],
+)
+def test_values_that_are_no_object_are_damage(tmp_path, content, words):
+    path = save(tmp_path)
+    manifest = Checkpoint(path).manifest
+    record = FileRecord(len(content), (digest(content),))
+    changed = replace(manifest, files={**manifest.files, "state.json": record})
+    (path / "state.json").write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=words):
+        Checkpoint(path, changed).values()
+
+
+def test_every_damaged_file_is_one_line(tmp_path):
+    path = save(tmp_path, files={"notes": b"notes"})
+    names = ("model-00000-of-00001.safetensors", "notes", "state.json")
+    checkpoint = Checkpoint(path)
+    for name in names[:2]:
+        data = (path / name).read_bytes()
+        (path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    (path / names[2]).unlink()
+    problems = checkpoint.verify()
+    assert len(problems) == 3
+    assert all(name in line for name, line in zip(names, sorted(problems), strict=True))

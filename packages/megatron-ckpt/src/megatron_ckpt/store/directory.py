@@ -119,9 +119,8 @@ def scan_directories(directory: Path) -> Iterator[Candidate]:
 
 def delete_checkpoint(path: Path) -> None:
     """Deletes a checkpoint. Renaming it first avoids a partial checkpoint under its name."""
-    trash = path if ".trash-" in path.name else sibling_path(path, "trash")
-    if trash != path:
-        rename(path, trash)
+    trash = sibling_path(path, "trash")
+    rename(path, trash)
     shutil.rmtree(trash)
 
 
