@@ -13,6 +13,7 @@ import tqdm
 from megatron_ckpt import CheckpointStore, ModelRecord
 from megatron_data import ByteTokenizer
 from megatron_infer import InferError
+from megatron_infer._version import __version__
 from megatron_infer.cli import main
 from megatron_models import GPT, record_of
 from megatron_parallel import Mesh, collect_shardings, parameter_views
@@ -68,6 +69,13 @@ def test_help_names_the_kind_and_the_default_of_each_option(
         assert line in shown
     assert re.search(r"--load PATH [^\[]*\[required\]", shown)
     assert "a new one each time [" not in shown  # the seed has no default
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"megatron-infer {__version__}\n"
 
 
 class Bar:

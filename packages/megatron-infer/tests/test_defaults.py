@@ -177,3 +177,9 @@ def test_a_long_value_in_a_note_is_cut_after_60_characters() -> None:
     for letters, shown in ((58, '"' + "y" * 58 + '"'), (59, '"' + "y" * 59 + "...")):
         (note,) = read(generation={"stop_strings": "y" * letters}).notes
         assert note == f"generation_config.json: not applied: stop_strings {shown}"
+
+
+@pytest.mark.parametrize(("letters", "shown"), [(58, "x" * 58 + '"'), (59, "x" * 59 + "...")])
+def test_a_value_in_a_note_has_at_most_60_characters(letters: int, shown: str) -> None:
+    (note,) = read(generation={"chat_format": "x" * letters}).notes
+    assert note.endswith(f'not applied: chat_format "{shown} (unknown)')

@@ -9,8 +9,9 @@ from megatron_ckpt import (
     CheckpointStore,
     CorruptCheckpointError,
     ModelRecord,
+    export_hf,
 )
-from megatron_data import ByteTokenizer
+from megatron_data import ByteTokenizer, train_bpe
 from megatron_data.tokenizers import NullTokenizer
 from megatron_infer import InferError, SamplingParams, generate_tokens, load_model
 from megatron_infer.defaults import GenerationDefaults
@@ -75,6 +76,29 @@ def test_a_checkpoint_alone_rebuilds_model_and_tokenizer(
     assert not loaded.model.training
     assert loaded.tokenizer.encode("The ") == tokens[0].tolist()
     assert loaded.checkpoint.iteration == 5
+
+
+def test_a_folder_of_hugging_face_is_one_model_with_its_tokenizer(
+    save: Save, tmp_path: Path
+) -> None:
+    tokenizer = train_bpe(["a"], 257)
+    model = save(tokenizer=tokenizer)
+    folder = export_hf(tmp_path / "run", tmp_path / "theirs", family="gpt2")
+    seen: list[tuple[int, int]] = []
+    loaded = load_model(folder, progress=lambda done, total: seen.append((done, total)))
+    tokens = torch.tensor([tokenizer.encode("The ")])
+    assert torch.equal(loaded.model(tokens), model(tokens))
+    assert loaded.tokenizer.encode("The ") == tokens[0].tolist()
+    assert loaded.name == "theirs" and loaded.defaults.adds_special_tokens
+    weights = sum(tensor.numel() for tensor in model.parameters()) - 15 * 32  # without padding
+    assert seen[-1] == (4 * weights, 4 * weights)
+    with pytest.raises(InferError, match=r"without iterations; leave out iteration 5$"):
+        load_model(folder, iteration=5)
+    assert load_model(folder, tokenizer=None).tokenizer is None
+    (folder / "tokenizer.json").write_text("{")
+    words = f"{folder}.*; give another tokenizer with --tokenizer-model and --tokenizer-type"
+    with pytest.raises(InferError, match=words):
+        load_model(folder)
 
 
 def test_biases_of_experts_come_with_the_weights(

@@ -297,6 +297,8 @@ def test_the_documents_example_works(client: FlaskClient) -> None:
     document = client.get("/openapi.json").get_json()
     body = document["paths"]["/api"]["put"]["requestBody"]["content"]["application/json"]
     assert put(client, **body["example"])[0] == 200
+    # That of Megatron-LM's README.
+    assert body["example"] == {"prompts": ["Hello world"], "tokens_to_generate": 1}
 
 
 def test_similar_tokens_are_refused(make_client: Callable[..., FlaskClient]) -> None:

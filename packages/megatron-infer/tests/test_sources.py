@@ -238,6 +238,31 @@ def test_the_command_generates_from_sources(run: str, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.split()[1:] == [str(token) for token in one.tokens]
 
 
+def test_the_output_starts_with_the_token_that_the_model_names(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model,) = make(Mesh.single(), vocab=257)
+    settings = b'{"decoder_start_token_id": 5}'
+    CheckpointStore(tmp_path / "other").save(
+        3,
+        parameter_views(model, collect_shardings(model), Mesh.single()),
+        model=ModelRecord(family=None, **record_of(model.config)),
+        files={"tokenizer": tmp_path / "saved", "huggingface/generation_config.json": settings},
+    )
+    loaded = load_model(tmp_path / "other")
+    params = SamplingParams(max_new_tokens=5, temperature=0.0)
+    usual, own = (
+        generate(loaded.model, loaded.tokenizer, [""], params, sources=["One."], start_token=start)
+        for start in (None, 5)
+    )
+    assert usual[0].tokens != own[0].tokens
+    common = ["--max-new-tokens", "5", "--temperature", "0", "--source", "One."]
+    assert main(["generate", "--load", str(tmp_path / "other"), *common]) == 0
+    assert capsys.readouterr().out == f"{own[0].text}\n"
+    assert main(["generate", "--load", run, *common]) == 0
+    assert capsys.readouterr().out == f"{usual[0].text}\n"
+
+
 @pytest.mark.parametrize(
     ("words", "status", "names"),
     [

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompts,
         sampling_params(arguments, loaded.defaults),
         sources=sources,
-        start_token=loaded.start_token if sources else None,
+        start_token=loaded.start_token,
         stop=loaded.stop_tokens,
         special_tokens=loaded.defaults.adds_special_tokens,
     )
