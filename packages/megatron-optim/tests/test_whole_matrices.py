@@ -11,6 +11,7 @@ import megatron_parallel.extensions as extensions
 import pytest
 import torch
 from megatron_optim import OptimError, Optimizer, OptimizerConfig, StateTensor, UpdateRule
+from megatron_optim.matrices import matrix_cost
 from megatron_optim.rule_registry import RULES, UpdateRuleKind
 from megatron_parallel import (
     DataParallelConfig,
@@ -152,3 +153,8 @@ def test_sharded_matrices_are_refused(worker_pool: WorkerPool) -> None:
     for text in worker_pool.run_mesh(ParallelLayout(dp=2), message):
         assert "the update rule needs whole matrices, but this rank updates a shard of" in text
         assert "DataParallelConfig(whole_matrices=True)" in text
+
+
+def test_the_work_of_a_matrix_is_that_of_a_product_with_its_transpose() -> None:
+    for shape, work in (((7, 5), 7 * 5 * 5), ((5, 7), 7 * 5 * 5), ((1, 9), 9), ((6,), 1)):
+        assert matrix_cost(Sharding(shape)) == work

@@ -118,6 +118,7 @@ def test_a_rule_without_learning_rates_for_widths_is_refused(
         with pytest.raises(OptimError, match="_WithoutWidths has no learning rates for other"):
             check_width_rules(config)
     monkeypatch.setattr("megatron_optim.optimizer.build_rules", lambda _: (rules[1], usual))
-    Optimizer(TrainableParameters(start(), TABLE, mesh), config)
+    for same in (None, dict.fromkeys(TABLE, (1.0, 1.0))):
+        Optimizer(TrainableParameters(start(), TABLE, mesh), config, same)
     with pytest.raises(OptimError, match=r"\(--use-mup\) needs; use adam or sgd, or leave it out"):
         Optimizer(TrainableParameters(start(), TABLE, mesh), config, WIDTHS)
