@@ -134,7 +134,13 @@ def test_verify_names_a_pipe_that_replaces_a_file(run):
     assert checkpoint.verify() == [f"{path} is a pipe, not a regular file"]
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "extra.safetensors", "x.pth"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("config.json", "model.safetensors", "extra.safetensors", "x.pth", "x.pt", "x.bin"),
+        "model.safetensors.index.json",
+    ],
+)
 def test_an_export_takes_no_weights_or_settings_from_the_tokenizer(folder, tmp_path, file):
     import_hf(folder, tmp_path / "run")
     checkpoint = Checkpoint(tmp_path / "run" / "iter_0000000")

@@ -1,7 +1,9 @@
 """The service: order, limits, clients that disconnect, and closing."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -133,6 +135,29 @@ def test_a_cancelled_request_frees_its_slot(service: GenerationService, gate: Ga
     assert result(jobs[2]).text[0].startswith("a")
     assert result(late).text[0].startswith("z")
     assert gate.count == 15
+
+
+def test_the_memory_of_requests_that_ended_or_were_cancelled_is_free(
+    service: GenerationService, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Batch]] = []
+    begin = Batch.__init__
+
+    def note(self: Batch, *arguments: object, **settings: object) -> None:
+        made.append(weakref.ref(self))
+        begin(self, *arguments, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Batch, "__init__", note)
+    ended = service.submit(ask(tokens=2))
+    gate.let(2)
+    assert result(ended).finish_reasons == ["length"]
+    gone = service.submit(ask(tokens=40))
+    gate.let(1)
+    wait_until(lambda: gate.count == 3)
+    gone.cancel()
+    gate.let(1)
+    wait_until(lambda: service.unfinished == 0)
+    wait_until(lambda: gc.collect() >= 0 and [each() for each in made] == [None, None])
 
 
 def test_a_closed_service_has_no_thread(make_model: Callable[..., GPT]) -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 from megatron_infer.server.run import _close
 from waitress.server import create_server
@@ -36,12 +37,13 @@ def test_the_thread_that_waits_for_sockets_closes_them() -> None:
     closed_by = []
 
     def close(original=server.close) -> None:
-        closed_by.append(threading.current_thread())
+        time.sleep(0.05)
         original()
+        closed_by.append(threading.current_thread())
 
     server.close = close
     loop.start()
     _close(server)
+    assert closed_by == [loop]  # they are closed when the function returns
     loop.join(timeout=60)
-    assert closed_by == [loop]
     assert not loop.is_alive()

@@ -191,7 +191,6 @@ class GenerationService:
             while (job := self._next()) is not None:
                 outcome = self._step(job)
                 if outcome is not None:
-                    self._generations.pop(job, None)
                     with self._changed:
                         self._scheduler.remove(job)
                         job.put(outcome)
