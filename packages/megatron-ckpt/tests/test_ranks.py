@@ -6,7 +6,14 @@ import textwrap
 
 import pytest
 import torch
-from megatron_ckpt import CheckpointError, CheckpointStore, CorruptCheckpointError, View
+import torch.distributed as dist
+from megatron_ckpt import (
+    CheckpointError,
+    CheckpointStore,
+    CorruptCheckpointError,
+    DistributedCoordinator,
+    View,
+)
 from megatron_ckpt.coordinator import map_reduce
 from safetensors.torch import load_file
 
@@ -200,10 +207,18 @@ RANK = """
                             timeout=timedelta(seconds=60))
     store = CheckpointStore(folder + "/run", DistributedCoordinator())
     part = torch.full((2, 3), float(rank))
-    store.save(1, {"w": [View(part, (4, 3), (2 * rank, 0), (2, 3))], "n": 1})
+    names = ["\u00e9", "much longer than the other name"]
+    own = {names[rank]: rank}  # the texts that ranks send have different lengths
+    store.save(1, {"w": [View(part, (4, 3), (2 * rank, 0), (2, 3))], "n": 1, **own})
     other = torch.zeros(2, 3)
-    assert store.load(None, {"w": [View(other, (4, 3), (2 - 2 * rank, 0), (2, 3))]}) == {"n": 1}
+    values = store.load(None, {"w": [View(other, (4, 3), (2 - 2 * rank, 0), (2, 3))]})
+    assert values == {"n": 1, names[0]: 0, names[1]: 1}
     assert (other == 1 - rank).all()
+    alone = dist.new_group([1])
+    if rank == 1:  # the only rank of the group is its rank 0
+        saved = CheckpointStore(folder + "/alone", DistributedCoordinator(alone))
+        saved.save(3, {"n": 3})
+        assert saved.load(None, {}) == {"n": 3}
     try:
         store.save(2, {"w": [View(part, (4, 3), (0, 0), (2, 3))]})
     except ValueError as error:
@@ -223,3 +238,15 @@ def test_processes_over_torch_distributed_exchange_no_pickles(tmp_path):
     assert [run.returncode for run in runs] == [0, 0]
     assert messages[0].startswith("tensor 'w': ranks 0 and 1 both hold [0:2,0:3] as replica 0")
     assert messages[1] == f"rank 0: {messages[0]}"
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [("cpu:gloo,meta:nccl", "cpu"), ("meta:nccl,cpu:gloo", "cpu"), ("meta:nccl", "meta")],
+)
+def test_texts_are_exchanged_on_the_cpu_if_the_group_can(monkeypatch, backends, device):
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    found = DistributedCoordinator()._tensor("\u00e9")
+    assert (found.device.type, found.numel(), found.dtype) == (device, 2, torch.uint8)
