@@ -87,7 +87,8 @@ def test_a_folder_of_hugging_face_is_one_model_with_its_tokenizer(
     seen: list[tuple[int, int]] = []
     loaded = load_model(folder, progress=lambda done, total: seen.append((done, total)))
     tokens = torch.tensor([tokenizer.encode("The ")])
-    assert torch.equal(loaded.model(tokens), model(tokens))
+    with torch.no_grad():  # the padding of the vocabulary differs
+        torch.testing.assert_close(loaded.model(tokens)[..., :257], model(tokens)[..., :257])
     assert loaded.tokenizer.encode("The ") == tokens[0].tolist()
     assert loaded.name == "theirs" and loaded.defaults.adds_special_tokens
     weights = sum(tensor.numel() for tensor in model.parameters()) - 15 * 32  # without padding

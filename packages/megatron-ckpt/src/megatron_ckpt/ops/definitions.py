@@ -326,4 +326,4 @@ def _reshape(tensor: Tensor, old: Sequence[int], new: Sequence[int]) -> Tensor:
     )
     if not fits:
         raise ValueError(f"shape is {tuple(tensor.shape)}, expected {tuple(old)}")
-    return tensor.reshape(*new)
+    return tensor.reshape(tuple(new))
