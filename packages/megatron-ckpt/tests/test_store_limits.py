@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -405,6 +406,14 @@ def test_values_that_are_no_object_are_damage(tmp_path, content, words):
     (path / "state.json").write_bytes(content)
     with pytest.raises(CorruptCheckpointError, match=words):
         Checkpoint(path, changed).values()
+
+
+@pytest.mark.parametrize("state", [{"x": "a\udcff"}, {"\ud800": 1}, {"x": [{"\udcff": 1}]}])
+def test_text_that_is_not_unicode_is_refused_by_name_before_anything_is_written(tmp_path, state):
+    words = f"state {ascii(next(iter(state)))} has an unpaired surrogate"
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        CheckpointStore(tmp_path / "run").save(1, state)
+    assert not (tmp_path / "run").exists()
 
 
 def test_every_damaged_file_is_one_line(tmp_path):

@@ -107,13 +107,26 @@ def split_state(state: Mapping[str, object]) -> tuple[list[Shard], dict[str, str
         if isinstance(value, list) and value and all(hasattr(v, "global_shape") for v in value):
             views[name] = value
         else:
-            values[name] = dumps(value, name)
+            values[name] = _value_text(name, value)
     shards = []
     for name, held in views.items():
         group = OPTIM if _extends_another(name, views) else MODEL
         for view in held:
             shards.append(_shard(name, group, view))
     return shards, values
+
+
+def _value_text(name: str, value: object) -> str:
+    """Returns a plain value as JSON text; refuses text that a file in UTF-8 cannot hold."""
+    text = dumps(value, name)
+    try:
+        f"{name}{text}".encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"state {ascii(name)} has an unpaired surrogate, as in a path that is not UTF-8; leave "
+            "it out or store it as bytes"
+        ) from None
+    return text
 
 
 def _shard(name: str, group: str, view: ViewLike) -> Shard:
