@@ -123,7 +123,7 @@ def _value_text(name: str, value: object) -> str:
         f"{name}{text}".encode()
     except UnicodeEncodeError:
         raise CheckpointError(
-            f"state {ascii(name)} has an unpaired surrogate, as in a path that is not UTF-8; leave "
+            f"state {name!a} has an unpaired surrogate, as in a path that is not UTF-8; leave "
             "it out or store it as bytes"
         ) from None
     return text
