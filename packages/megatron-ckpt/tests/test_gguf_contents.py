@@ -139,8 +139,10 @@ def test_a_sentence_piece_tokenizer_is_that_of_hugging_face_in_every_field(tmp_p
 
 def test_equal_scores_are_joined_with_the_longer_left_piece_first(tmp_path):
     words = ["a", "aa", "aaa", *WORDS[3:]]
-    found = content(tmp_path, more=SENTENCE_PIECE | {"tokenizer.ggml.tokens": words})
-    assert found["model"]["merges"] == [["aa", "a"], ["a", "a"], ["a", "aa"]]
+    for types in (None, [1] * VOCAB):  # without types all tokens are normal
+        more = {"tokenizer.ggml.tokens": words, "tokenizer.ggml.token_type": types}
+        found = content(tmp_path, more=SENTENCE_PIECE | more)
+        assert found["model"]["merges"] == [["aa", "a"], ["a", "a"], ["a", "aa"]]
 
 
 @pytest.mark.parametrize("starts", [False, True])

@@ -65,11 +65,12 @@ def test_add_prefix_space_comes_from_the_settings() -> None:
 
 
 def test_files_that_are_left_out_are_named(tmp_path: Path) -> None:
-    for name in ("tekken.json", "tokenizer.model", "tokenizer.model.v3", "model.safetensors"):
+    names = ("tekken.json", "tokenizer.model", "tokenizer.model.v3", "VOCAB.bin")
+    for name in (*names, "model.safetensors"):
         (tmp_path / name).write_bytes(b"{}")
     kept = {"tokenizer/tokenizer.model": tmp_path / "tokenizer.model"}
     left, alone = tokenizer_notes(tmp_path, kept)
-    assert left.endswith("not kept in the checkpoint: tekken.json, tokenizer.model.v3")
+    assert left.endswith("not kept in the checkpoint: VOCAB.bin, tekken.json, tokenizer.model.v3")
     assert "has no tokenizer.json, only tokenizer.model; " in alone
 
 
@@ -77,6 +78,16 @@ def test_a_text_with_other_ids_is_shown_with_both() -> None:
     pytest.importorskip("tokenizers")
     given = definition({**BYTES, "add_prefix_space": True})
     given["model"]["vocab"]["\u0120"] = 2  # a space
+    first, text = (
+        {"SpecialToken": {"id": "b", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    )
+    given["post_processor"] = {  # the ids are those without the tokens that it adds
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"b": {"id": "b", "ids": [1], "tokens": ["b"]}},
+    }
     note = class_note(files(given, "GPT2Tokenizer"))
     assert note is not None
     assert "replaces parts of tokenizer.json by those of GPT2Tokenizer: 'a' is [0] there" in note
@@ -178,7 +189,11 @@ def test_complete_files_need_no_note(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_bytes(b"{}")
     kept = {f"tokenizer/{name}": tmp_path / name for name in names[:2]}
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    kept["tokenizer/additional_chat_templates/rag.jinja"] = folder / "rag.jinja"
     assert tokenizer_notes(tmp_path, kept) == []
+    folder.rmdir()
     assert tokenizer_notes(tmp_path, {"huggingface/config.json": b"{}"}) == [
         f"{tmp_path}: not kept in the checkpoint: tokenizer.json, vocab.json"
     ]

@@ -84,6 +84,8 @@ def test_a_folder_of_hugging_face_is_one_model_with_its_tokenizer(
     tokenizer = train_bpe(["a"], 257)
     model = save(tokenizer=tokenizer)
     folder = export_hf(tmp_path / "run", tmp_path / "theirs", family="gpt2")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
     seen: list[tuple[int, int]] = []
     loaded = load_model(folder, progress=lambda done, total: seen.append((done, total)))
     tokens = torch.tensor([tokenizer.encode("The ")])

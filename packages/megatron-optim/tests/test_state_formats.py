@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from megatron_optim import OptimError, Optimizer, OptimizerConfig, StateFormatConfig, state_bytes
-from megatron_optim.state_format_config import BLOCK
+from megatron_optim.state_format_config import BLOCK, bytes_of
 from megatron_optim.stored import Part, Remainder, Rounded, Scaled, element_hash
 from megatron_optim.working_copies import operands
 from megatron_parallel import Mesh, Sharding, TrainableParameters
@@ -345,6 +345,14 @@ def test_stochastic_rounding_does_not_depend_on_the_pieces(
         found.append({name: parameter.detach() for name, parameter in parameters.items()})
     assert all(torch.equal(found[0][name], found[1][name]) for name in shapes)
     assert len(found[0]["a"].unique()) == 2  # up and down
+
+
+@pytest.mark.parametrize(("name", "width"), [("fp16", 2), ("fp8", 1)])
+def test_2048_elements_share_an_exponent_of_a_byte(name: str, width: int) -> None:
+    for size, exponents in ((1, 1), (2048, 1), (2049, 2)):
+        stored = Scaled(torch.zeros(size), FP32, name)
+        assert sum(tensor.nbytes for tensor in stored.tensors) == width * size + exponents
+    assert bytes_of(name) == width + 2.0**-11
 
 
 @pytest.mark.parametrize(("name", "least"), [("fp16", 2.0**-38), ("fp8", 2.0**-16)])
