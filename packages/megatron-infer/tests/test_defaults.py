@@ -149,6 +149,9 @@ def test_requests_to_a_server_start_from_the_settings_of_the_model() -> None:
     assert schema["properties"]["temperature"]["default"] == 0.6
     greedy = read(generation={"do_sample": False}).params
     assert request_defaults(greedy, starts_with_bos=False) == {"top_k": 1}
+    all_tokens = {"temperature": 0.5, "top_k": 5, "top_p": 1.0}
+    expected = {"temperature": 0.5, "top_k": 5}
+    assert request_defaults(all_tokens, starts_with_bos=False) == expected
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000])

@@ -62,7 +62,7 @@ ANY_STRATEGY: Mapping[str, tuple[Any, ...]] = {
     "sequence_bias": ([], {}),
     "forced_bos_token_id": (),
     "forced_eos_token_id": ([],),
-    "guidance_scale": (1, 1.0),
+    "guidance_scale": (1.0,),
     "penalty_alpha": (0.0,),
     "dola_layers": (),
     "token_healing": (False,),
