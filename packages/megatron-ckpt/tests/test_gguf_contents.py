@@ -26,9 +26,8 @@ def content(tmp_path, name="tokenizer/tokenizer.json", **settings):
 
 def test_files_are_laid_out_as_transformers_writes_them(tmp_path):
     words = ["\u65e5", *WORDS[1:]]
-    files = source(
-        tmp_path, more={"tokenizer.ggml.tokens": words, "tokenizer.ggml.merges": []}
-    ).files
+    more = {"tokenizer.ggml.tokens": words, "tokenizer.ggml.merges": ["x1 x2"]}
+    files = source(tmp_path, more=more).files
     for name, indent in (
         ("huggingface/config.json", 2),
         ("huggingface/generation_config.json", 2),
