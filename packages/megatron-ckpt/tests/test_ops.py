@@ -145,15 +145,10 @@ def test_every_operation_is_undone_by_its_inverse(case):
     assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
 
 
-@given(cases(), st.data())
-def test_a_box_read_by_the_shard_rule_is_that_box_of_the_whole(case, data):
+def require_box(case, at, box):
+    """Requires that the shard rule of an output reads a box of it, from no more than it needs."""
     row, (_, tensors) = row_of(case), case
-    at = data.draw(st.integers(0, len(row.ours) - 1))
     whole = row.forward(tensors)[at]
-    offsets = [data.draw(st.integers(0, extent - 1)) for extent in whole.shape]
-    pairs = zip(offsets, whole.shape, strict=True)
-    lengths = [data.draw(st.integers(1, extent - offset)) for offset, extent in pairs]
-    box = Box(tuple(offsets), tuple(lengths))
     read = dict.fromkeys(range(len(tensors)), 0)
 
     def get(i, part):
@@ -165,6 +160,67 @@ def test_a_box_read_by_the_shard_rule_is_that_box_of_the_whole(case, data):
     found = row.read_box(row.ours[at], box, [tensor.to("meta") for tensor in tensors], get)
     assert torch.equal(found, whole[box.slices_in(Box((0,) * whole.ndim, tuple(whole.shape)))])
     assert all(count <= tensors[i].numel() for i, count in read.items())
+
+
+@given(cases(), st.data())
+def test_a_box_read_by_the_shard_rule_is_that_box_of_the_whole(case, data):
+    row, (_, tensors) = row_of(case), case
+    at = data.draw(st.integers(0, len(row.ours) - 1))
+    whole = row.forward(tensors)[at]
+    offsets = [data.draw(st.integers(0, extent - 1)) for extent in whole.shape]
+    pairs = zip(offsets, whole.shape, strict=True)
+    lengths = [data.draw(st.integers(1, extent - offset)) for offset, extent in pairs]
+    require_box(case, at, Box(tuple(offsets), tuple(lengths)))
+
+
+QKV = ("interleave_qkv", {"heads": 6, "groups": 3, "head_dim": 2, "parts": 2})
+SPLIT = [numbered(24, 2), numbered(6, 2) + 100, numbered(6, 2) + 200]
+PAIR = [numbered(6, 2), numbered(4, 2) + 50]
+BLOCKS = {"dim": 0, "blocks": 2, "sizes": [3, 2]}
+INNER = {  # outputs, and boxes that begin and end inside of what an operation moves
+    "queries": (QKV, SPLIT, 0, Box((1, 3, 1), (1, 4, 1))),
+    "values": (QKV, SPLIT, 0, Box((1, 9, 0), (2, 3, 2))),
+    "fused": (QKV, [torch.cat(SPLIT)], 0, Box((2, 1, 1), (1, 10, 1))),
+    "rotary": (
+        ("rope_permute", {"heads": 3, "head_dim": 4}),
+        [numbered(12, 2)],
+        0,
+        Box((5, 1), (4, 1)),
+    ),
+    "concat": (("concat", {"dim": 0, "sizes": [6, 4]}), PAIR, 0, Box((5, 1), (3, 1))),
+    "stack": (
+        ("stack", {"dim": 1}),
+        [numbered(3, 2) + 9 * i for i in range(3)],
+        0,
+        Box((1, 1, 1), (2, 2, 1)),
+    ),
+    "interleave": (("interleave", BLOCKS), PAIR, 0, Box((4, 1), (4, 1))),
+    "deinterleave": (("deinterleave", BLOCKS), [numbered(10, 2)], 1, Box((1, 1), (2, 1))),
+    "segments": (
+        ("segments", {"dim": 0, "sizes": [3, 4]}),
+        [numbered(7, 2)],
+        1,
+        Box((1, 1), (2, 1)),
+    ),
+    "scales": (
+        ("block_scale", {"rows": 2, "columns": 3}),
+        [numbered(7, 8), numbered(4, 3) + 1],
+        0,
+        Box((3, 4), (3, 3)),
+    ),
+    "transpose": (
+        ("transpose", {"dims": [2, 0, 1]}),
+        [numbered(2, 3, 4)],
+        0,
+        Box((1, 1, 1), (2, 1, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_box_inside_of_several_blocks_is_that_box_of_the_whole(name):
+    step, tensors, at, box = INNER[name]
+    require_box((step, tensors), at, box)
 
 
 @given(cases(), st.sampled_from([torch.bfloat16, torch.float64, torch.int32]))
