@@ -89,7 +89,7 @@ def _causal_mask(name: str, source: _Tensors) -> None:
     square = mask.ndim >= 2 and mask.numel() == mask.shape[-1] ** 2 and mask.shape[-1] > 0
     if square:
         mask = mask.reshape(mask.shape[-1], -1)
-        square = mask.shape[0] == mask.shape[1] and torch.equal(mask, torch.ones_like(mask).tril())
+        square = torch.equal(mask, torch.ones_like(mask).tril())
     if not square:
         raise CheckpointError(
             f"tensor {name!r} is not a causal mask; the attention of this model is not supported"

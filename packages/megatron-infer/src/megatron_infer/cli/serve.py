@@ -127,6 +127,5 @@ def _announce(url: str, loaded: "LoadedModel[Any]") -> None:
     print(
         f"megatron-infer: serving {loaded.checkpoint.path} on {loaded.model.mesh.device} at {url} "
         "(Ctrl-C stops)",
-        file=sys.stderr,
-        flush=True,
+        file=sys.stderr,  # which is written line by line
     )
