@@ -1,5 +1,6 @@
 """Which kernels of torch compute attention where, asked with tensors that have no values."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,7 +8,11 @@ import torch
 from megatron_kernels import Mask, Scores, attention_backward, attention_forward
 from megatron_kernels.ops.attention.call import AttentionCall
 from megatron_kernels.ops.attention.flex import flex_unsupported_reason
-from megatron_kernels.ops.attention.fused_blocks import fused_unsupported_reason
+from megatron_kernels.ops.attention.fused_blocks import (
+    fused_backward,
+    fused_forward,
+    fused_unsupported_reason,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -110,3 +115,131 @@ def test_flexattention_computes_numbers_of_32_and_16_bits() -> None:
                 assert reason(q, k, v, given) is None
         on_gpu = [x.requires_grad_() for x in heads(16, F32)]
         assert reason(*on_gpu, Scores(sinks=torch.empty(4, device="cuda"))) is None
+
+
+class OnCuda(Tensor):
+    """A tensor on a CPU that claims to be on CUDA."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+
+def exact(x: Tensor) -> Tensor:
+    return x.as_subclass(Tensor).double()
+
+
+def scores_of(
+    q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, float]:
+    """Checks what the memory-efficient kernel gets; returns its scores and their factor."""
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = exact(q) @ exact(k).mT * factor
+    if bias is not None:
+        assert bias.shape == scores.shape and bias.stride(-1) == 1 and bias.stride(-2) % 8 == 0
+        scores = scores + exact(bias)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    return scores, factor
+
+
+def efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, with_lse: bool, **options: Any
+) -> tuple[Tensor, ...]:
+    scores, _ = scores_of(q, k, bias, **options)
+    lse = scores.logsumexp(-1) if with_lse else scores.new_empty(0)
+    padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.nan)
+    out = scores.softmax(-1).nan_to_num() @ exact(v)
+    return out.as_subclass(OnCuda), padded.as_subclass(OnCuda), lse, lse
+
+
+def efficient_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    dropout: float,
+    wanted: list[bool],
+    is_causal: bool,
+    *,
+    scale: float | None,
+) -> tuple[Tensor | None, ...]:
+    assert dropout == 0 and wanted == [True, True, True, False]
+    assert out.transpose(1, 2).is_contiguous()  # as the kernel reads it in 16 bits
+    rows = q.shape[2]
+    assert lse.shape[-1] % 32 == 0 and torch.isposinf(lse[..., rows:]).all()
+    scores, factor = scores_of(q, k, bias, is_causal, scale)
+    p = (scores - exact(lse)[..., :rows, None]).exp()
+    dp = exact(dout) @ exact(v).mT
+    ds = factor * p * (dp - (exact(dout) * exact(out)).sum(-1, keepdim=True))
+    found = ds @ exact(k), ds.mT @ exact(q), p.mT @ exact(dout)
+    return *(x.as_subclass(OnCuda) for x in found), None
+
+
+ALLOWED = torch.rand(2, 7, 9, generator=torch.Generator().manual_seed(2)) > 0.3
+ALLOWED[1, 2] = False  # a row without keys
+
+
+@pytest.mark.parametrize(
+    ("mask", "keys"),
+    [(Mask(), 7), (Mask(causal=False), 9), (Mask(dense=ALLOWED), 9)],
+    ids=["causal", "full", "dense"],
+)
+def test_the_memory_efficient_kernel_gets_what_it_takes(
+    mask: Mask, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With groups of heads, and values of fewer channels; the truth is the reference."""
+    names = "_scaled_dot_product_efficient_attention", efficient, efficient_backward
+    monkeypatch.setattr(torch.ops.aten, names[0], names[1])
+    monkeypatch.setattr(torch.ops.aten, f"{names[0]}_backward", names[2])
+    draw = torch.Generator().manual_seed(5)
+    shapes = (7, 2, 4, 8), (keys, 2, 2, 8), (keys, 2, 2, 6), (7, 2, 4, 6)
+    q, k, v, dout = (torch.randn(shape, generator=draw, dtype=F64) for shape in shapes)
+    scores = Scores(scale=0.4)
+    truth = attention_forward(q, k, v, mask, scores, backend="reference")
+    call = AttentionCall(*(x.as_subclass(OnCuda) for x in (q, k, v)), mask, scores)
+    out, lse = fused_forward(call)
+    close(out, truth[0])
+    close(lse, truth[1])
+    final = torch.logaddexp(truth[1], torch.zeros((), dtype=F64))  # of keys in other blocks
+    given = dout, q, k, v, truth[0], final, mask, scores
+    expected = attention_backward(*given, backend="reference")
+    found = fused_backward(call, *(x.as_subclass(OnCuda) for x in (dout, truth[0], final)))
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(exact(found), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_backward_pass_of_the_flash_kernel_gets_lengths_and_no_dropout(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "_scaled_dot_product_flash_attention_backward"
+    schema = getattr(torch.ops.aten, name).default._schema.arguments
+    seen: dict[str, Any] = {}
+
+    def noted(*given: Any, **options: Any) -> tuple[Tensor, ...]:
+        seen.update(zip((each.name for each in schema), given, strict=False), **options)
+        return tuple(torch.empty_like(seen[each]) for each in ("query", "key", "value"))
+
+    monkeypatch.setattr(torch.ops.aten, name, noted)
+    keys = 7 if causal else 5
+    with FakeTensorMode():
+        q, k, v = heads(64, BF16, groups=4, keys=keys)
+        lse = torch.empty(7, 2, 4, device="cuda")
+        mask = Mask(causal=causal)
+        dout = torch.empty(7, 2, 4, 62, dtype=BF16, device="cuda")
+        attention_backward(dout, q, k, v, dout, lse, mask, Scores(0.3), backend="torch")
+    assert (seen["max_q"], seen["max_k"]) == (7, keys)
+    assert (seen["dropout_p"], seen["is_causal"], seen["scale"]) == (0.0, causal, 0.3)
+    assert seen["cum_seq_q"] is None and seen["cum_seq_k"] is None
+    assert seen["logsumexp"].shape == (2, 4, 7) and seen["logsumexp"].is_contiguous()

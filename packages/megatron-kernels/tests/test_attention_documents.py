@@ -57,9 +57,17 @@ def test_dropout_and_biases_of_packed_documents_are_those_of_all_pairs() -> None
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "groups"), [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "window", "groups"),
+    [
+        (torch.float32, None, 4),
+        (torch.bfloat16, None, 2),
+        (torch.float16, None, 2),
+        (torch.bfloat16, 3, 4),
+    ],
+)
 def test_kernels_of_cuda_without_groups_get_keys_of_all_heads(
-    dtype: torch.dtype, groups: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, window: int | None, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only flash attention has groups there; torch would leave the fused kernels."""
     seen = []
@@ -72,7 +80,7 @@ def test_kernels_of_cuda_without_groups_get_keys_of_all_heads(
     with FakeTensorMode(), torch.no_grad():
         q = torch.empty(7, 2, 4, 8, dtype=dtype, device="cuda")
         k = torch.empty(7, 2, 2, 8, dtype=dtype, device="cuda")
-        sdpa(AttentionCall(q, k, k, Mask()))
+        sdpa(AttentionCall(q, k, k, Mask(window=window)))
     assert seen == [groups, groups, groups == 2]
 
 
@@ -107,3 +115,29 @@ def test_other_documents_get_a_mask_of_all_pairs(mask: Mask) -> None:
     q, k, v = inputs(s=64, t=64)
     truth = attention(q, k, v, mask, backend="reference")
     torch.testing.assert_close(attention(q, k, v, prepared), truth)
+
+
+def test_the_compiler_is_given_keys_in_the_order_of_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Views of a fused projection would be copied for it."""
+    seen: list[Tensor] = []
+    true = torch.nn.functional.scaled_dot_product_attention
+
+    def called(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        seen[:] = k, v
+        return true(q, k, v, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", called)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    q, k, v = (x.detach() for x in inputs())
+    fused = torch.randn(7, 2, 4, 3, 6, dtype=F64)
+    for given, in_order in (
+        ((q, k, v), True),
+        (fused.unbind(3), False),
+    ):
+        expected = attention(*given, Mask(), backend="reference")
+        found = attention(*given, Mask(), backend="torch")
+        torch.testing.assert_close(found, expected)
+        tokens = [x.transpose(1, 2) for x in seen]  # [b, t, g, d]
+        assert [x.is_contiguous() for x in tokens] == [in_order] * 2

@@ -173,3 +173,44 @@ def test_products_in_bfloat16_are_as_exact_as_those_of_the_fused_kernel() -> Non
     for own, theirs, exact in zip(tiled, fused, truth, strict=True):
         assert (own - exact).norm() < 1.25 * (theirs - exact).norm()
         assert (own - exact).norm() < 2**-8 * exact.norm()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide", "narrow"),
+    [
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float16, torch.float32, torch.float32),
+        (torch.float32, torch.float32, torch.float32),
+        (F64, F64, F64),
+    ],
+    ids=str,
+)
+def test_products_of_values_and_gradients_are_in_bfloat16_for_bfloat16_alone(
+    dtype: torch.dtype, wide: torch.dtype, narrow: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores and gradients of probabilities are in float32, as the module describes."""
+    seen, product = [], torch.bmm
+
+    def noted(x: Tensor, y: Tensor) -> Tensor:
+        assert x.dtype == y.dtype
+        seen.append(x.dtype)
+        return product(x, y)
+
+    monkeypatch.setattr(torch, "bmm", noted)
+    given = [x.detach().to(dtype).requires_grad_() for x in inputs(13, 2)]
+    out = attention(*given, Mask(), dropout=drawn(13), backend="tiles")
+    torch.autograd.grad(out, given, torch.ones_like(out))
+    assert seen == [wide, narrow, wide, wide, narrow, narrow, narrow]
+
+
+def test_blocks_without_tokens_or_heads_have_no_result_and_no_gradient() -> None:
+    for shapes in (((0, 1, 2, 4), (3, 1, 1, 4)), ((3, 1, 2, 4), (0, 1, 1, 4)),
+                   ((3, 0, 2, 4), (3, 0, 1, 4)), ((3, 1, 0, 4), (3, 1, 0, 4))):  # fmt: skip
+        q, k = (torch.ones(shape, dtype=F64) for shape in shapes)
+        mask = Mask(causal=False)
+        drops = DrawnDropout(torch.zeros(q.shape[1], q.shape[2], len(q), len(k)).bool())
+        out, lse = attention_forward(q, k, k, mask, dropout=drops, backend="tiles")
+        assert out.shape == q.shape and not out.any() and torch.isneginf(lse).all()
+        found = attention_backward(out, q, k, k, out, lse, mask, dropout=drops, backend="tiles")
+        assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
+        assert not any(x.any() for x in found)

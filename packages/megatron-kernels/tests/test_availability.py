@@ -10,6 +10,8 @@ import torch
 from megatron_kernels import KernelError, availability, library_availability
 from megatron_kernels._compat import has_gpu, lacks_gpu
 from megatron_kernels.availability import LIBRARIES, Library, library, probe, unavailable_reason
+from megatron_kernels.ops import triton_op
+from megatron_kernels.ops.optional import missing_library
 from packaging.requirements import Requirement
 
 
@@ -169,3 +171,9 @@ def test_backends_report_the_library_and_the_reason() -> None:
     assert reason is None or reason.startswith("flash-attn is ")
     with pytest.raises(KernelError, match="use one of triton, flash-attn"):
         library("flash")
+
+
+def test_the_compiler_takes_what_a_machine_has_for_a_constant() -> None:
+    """By the mark of `torch.compiler.assume_constant_result`."""
+    for function in (triton_op.interprets, missing_library, lacks_gpu):
+        assert vars(function)["_dynamo_marked_constant"] is True

@@ -256,3 +256,37 @@ def test_gradients_of_products_in_tiles_equal_finite_differences() -> None:
     )
     function: Any = partial(linear, backend=BACKEND)
     assert torch.autograd.gradcheck(function, (x, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (3, [(0, 3, 4)]),
+        (24, [(0, 24, 32)]),  # no call for a tile of fewer than 32 rows
+        (32, [(0, 32, 32)]),
+        (40, [(0, 32, 32), (32, 40, 8)]),
+        (48, [(0, 32, 32), (32, 48, 16)]),
+        (49, [(0, 49, 64)]),
+        (130, [(0, 128, 128), (128, 130, 4)]),
+    ],
+)
+def test_rows_are_cut_where_a_further_tile_has_at_most_half_the_rows(
+    rows: int, expected: list[tuple[int, int, int]]
+) -> None:
+    assert list(invariant_product.tiles(rows, invariant_product.SIZES)) == expected
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 96])
+def test_compared_products_are_rounding_errors_alone(k: int) -> None:
+    """Each term of a sum has its negative at another index."""
+    contents, columns = invariant_product.order_sensitive(
+        k, 5, invariant_product.Setting.of(torch.zeros(1).double())
+    )
+    assert contents.shape[1] == columns.shape[1] == k and len(columns) == 5
+    terms = contents[:, None] * columns
+    assert ((terms != 0).sum(-1) == k - k % 2).all()
+    for row in terms.flatten(0, 1):
+        values = row.tolist()
+        assert sorted(values) == sorted(-value for value in values)
+        assert values != [-value for value in reversed(values)] or k < 3
+    assert len({tuple(row.tolist()) for row in contents}) == (len(contents) if k > 1 else 1)

@@ -7,7 +7,7 @@ from typing import Any
 import megatron_kernels.bench as benchmark
 import pytest
 import torch
-from megatron_kernels import Backend, op
+from megatron_kernels import Backend, cli, op
 from megatron_kernels.bench import Measurement, Rates, bench, measure, workloads_of
 from megatron_kernels.cli import main
 from megatron_kernels.inputs import InputGenerator
@@ -15,6 +15,7 @@ from megatron_kernels.registry import accept_all
 from megatron_kernels.workload import SHAPES, Shape, Workload, least_bytes
 from megatron_kernels.workloads import WORKLOADS
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 CPU = torch.device("cpu")
@@ -242,3 +243,50 @@ def test_the_title_names_the_threads_of_a_cpu(
     assert main(["bench", "gelu", "--rounds", "1", "--size", "large"]) == 0
     title = capsys.readouterr().out.splitlines()[0]
     assert title == "float32, large, on cpu, 3 threads: medians of 1 rounds, ms"
+
+
+def test_a_gpu_is_measured_by_its_events_while_it_is_kept_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            calls.append(self)
+
+        def synchronize(self) -> None:
+            calls.append(("waits for", self))
+
+        def elapsed_time(self, other: Any) -> float:
+            calls.append((self, other))
+            return 12.5  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append(cycles))
+    clock = benchmark._Clock(torch.device("cuda"))
+    assert clock.seconds(lambda: calls.append("runs")) == 0.0125
+    first, last = (each for each in calls if isinstance(each, Event))
+    # 5 ms at 2 GHz, in which the host starts all kernels.
+    assert calls == [10_000_000, first, "runs", last, ("waits for", last), (first, last)]
+
+
+def test_the_title_names_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(benchmark, "bench", lambda *_: iter([REPORT]))
+    monkeypatch.setattr(cli, "_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    assert main(["bench", "gelu", "--device", "cuda:1", "--rounds", "2"]) == 0
+    title = capsys.readouterr().out.splitlines()[0]
+    assert title == "float32, medium, on GPU 1: medians of 2 rounds, ms"
+
+
+def test_a_gpu_copies_a_gibibyte_and_multiplies_matrices_of_8192() -> None:
+    with FakeTensorMode():
+        copied: Any = benchmark._copy(torch.device("cuda"))()
+        product: Any = benchmark._product(torch.device("cuda"), torch.bfloat16)()
+    assert (copied.numel() * copied.element_size(), copied.device.type) == (1024**3, "cuda")
+    assert (product.shape, product.dtype) == ((8192, 8192), torch.bfloat16)

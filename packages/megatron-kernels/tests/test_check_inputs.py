@@ -123,6 +123,12 @@ def test_cases_have_rows_that_a_careless_kernel_would_turn_into_nan() -> None:
     assert isinstance(targets, Tensor) and isinstance(valid, int)
     assert (targets < 0).any() and (targets >= valid).any()
     assert ((targets >= 0) & (targets < valid)).any()
+    for label in ("", "padding", "padding alone"):  # targets of parts before and after this one
+        logits, targets, _ = arguments("vocab_cross_entropy", label)
+        assert isinstance(targets, Tensor) and isinstance(logits, Tensor)
+        assert (targets < 0).any() and (targets >= logits.shape[-1]).any()
+    dloss = arguments("vocab_cross_entropy_gradient", "")[3]
+    assert isinstance(dloss, Tensor) and 0 < int((dloss == 0).sum()) < dloss.numel()
     assert arguments("vocab_cross_entropy", "padding alone")[2] == 0
     weight, tokens, start = arguments("vocab_embedding", "")
     assert isinstance(weight, Tensor) and isinstance(tokens, Tensor) and isinstance(start, int)

@@ -35,13 +35,15 @@ scores = [
     Scores(), Scores(scale=0.3, softcap=2.0), Scores(slopes=slopes), Scores(sinks=sinks),
     Scores(bias=bias), Scores(bias=bias[:1], slopes=slopes, sinks=sinks, softcap=3.0),
 ]
-chosen = {"some masks": (masks[4:5], scores[-1:]), "compiled": (masks[4:5], scores[1:2])}
-some_masks, some_scores = chosen.get(how, (masks, scores))
-for mask in some_masks:
-    for each in some_scores:
-        found = flex.flex(AttentionCall(q, k, v, mask, each))
-        expected = attention(q, k, v, mask, each, backend="reference")
-        torch.testing.assert_close(found, expected)
+some = [
+    (masks[4], scores[-1]), (masks[0], scores[1]), (masks[1], scores[4]), (masks[6], scores[3]),
+    (masks[8], scores[2]),
+]
+chosen = {"some masks": some, "compiled": [(masks[4], scores[1])]}
+for mask, each in chosen.get(how, [(mask, each) for mask in masks for each in scores]):
+    found = flex.flex(AttentionCall(q, k, v, mask, each))
+    expected = attention(q, k, v, mask, each, backend="reference")
+    torch.testing.assert_close(found, expected)
 for each in (scores[2],):  # two queries that continue a cache with unused room
     found = flex.flex(AttentionCall(q[:2], k, v, Mask(), each, 5))
     expected = attention(q[:2], k, v, Mask(), each, query_offset=5, backend="reference")

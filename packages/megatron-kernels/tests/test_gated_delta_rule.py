@@ -142,3 +142,8 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         gated_delta_rule(**given)
     with pytest.raises(KernelError, match="there is no token"):
         gated_delta_rule(**{name: x[:0] for name, x in drawn(3, state=False).items()})
+
+
+def test_one_token_is_a_step_and_two_are_a_chunk() -> None:
+    for length, backend in ((1, "reference"), (2, "torch")):
+        assert gated_delta_rule.explain(**drawn(length)).backend == backend

@@ -14,6 +14,7 @@ from megatron_kernels import (
     INT8_ROW,
     MXFP8,
     NVFP4,
+    NVFP4_2D,
     KernelError,
     QuantFormat,
     Quantized,
@@ -216,3 +217,13 @@ def test_shapes_of_integer_products_on_cuda(
         float8 = on_cuda(rows, inputs, FP8_TENSOR)
         refused = backend.unsupported_reason(a, float8, None, torch.float32)
     assert refused is not None and refused.startswith("it multiplies int8 with a scale for each")
+
+
+@pytest.mark.parametrize("form", [FP8_BLOCK, FP8_BLOCK_2D, MXFP8, NVFP4, NVFP4_2D, ROWS], ids=str)
+def test_the_compiler_is_given_expressions_with_equal_numbers(
+    form: QuantFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(150, 261, generator=torch.Generator().manual_seed(4))
+    expected = dequantize(quantize(x, form))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(dequantize(quantize(x, form)), expected)

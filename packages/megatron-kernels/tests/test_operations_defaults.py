@@ -299,3 +299,33 @@ def test_parameters_of_another_dtype_are_computed_by_their_definition_only(
         found, expected = found[1], expected[1]
     torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
     assert torch.autograd.grad(found.sum(), parameters[0])[0].dtype == torch.float32
+
+
+def test_reasons_name_the_dtypes_of_all_tensors() -> None:
+    x, gain, shift = (drawn(*shape).bfloat16() for shape in ((5, 8), (8,), (8,)))
+    weight, bias = drawn(3, 8).bfloat16(), drawn(3).bfloat16()
+    start, end = "x is torch.bfloat16, weight torch.", "; they must agree"
+    for op, given, dtypes in (
+        (layer_norm, (x, gain.float(), shift), "float32, bias torch.bfloat16"),
+        (layer_norm, (x, gain, shift.float()), "bfloat16, bias torch.float32"),
+        (layer_norm, (x, gain.float(), None), "float32"),
+        (rms_norm, (x, gain.double()), "float64"),
+        (linear, (x, weight.float(), bias), "float32, bias torch.bfloat16"),
+        (linear, (x, weight, bias.float()), "bfloat16, bias torch.float32"),
+        (linear, (x, weight.float(), None), "float32"),
+    ):
+        statuses = op.explain(*given).statuses
+        (found,) = (each.unsupported_reason for each in statuses if each.backend == "torch")
+        assert found == start + dtypes + end
+
+
+def test_rows_longer_than_a_slice_of_the_backward_pass_are_one_slice() -> None:
+    """In 16 bits the rows are cut into slices of 2^18 numbers."""
+    x, gain = drawn(2, 2**18 + 8).bfloat16(), torch.ones(2**18 + 8, dtype=torch.bfloat16)
+    leaves = [x.requires_grad_(), gain.requires_grad_()]
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    for given in (leaves, exact):
+        y = layer_norm(*given, None)
+        y.backward(torch.ones_like(y))
+    assert leaves[1].grad is not None and exact[1].grad is not None
+    torch.testing.assert_close(leaves[1].grad.double(), exact[1].grad, rtol=1e-2, atol=1e-2)

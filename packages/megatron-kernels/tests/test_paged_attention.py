@@ -174,3 +174,24 @@ def test_pages_that_do_not_fit_are_refused() -> None:
     refused("have a bias", q, pool, pool, pages, None, Scores(bias=torch.zeros(1, 4, 1, 6)))
     refused("sinks have shape", q, pool, pool, pages, None, Scores(sinks=torch.zeros(3)))
     refused("must agree", q, pool.float(), pool.float(), pages, backend="torch")
+
+
+@pytest.mark.parametrize("backend", ["torch", "batch-invariant", "reference"])
+def test_sequences_without_blocks_have_zeros(backend: str) -> None:
+    q, pool = drawn(1, 2, 3, 4, 8), drawn(2, 5, BLOCK, 2, 8)
+    read = Pages(torch.zeros(3, 0, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
+    for pages in (read, Pages.consecutive((4, 0, 2), (0, 0, 0), BLOCK)):
+        assert pages.tables.shape == (3, 0)
+        found = paged_attention(q, pool, pool[..., :6], pages, backend=backend)
+        assert found.shape == (2, 3, 4, 6) and not found.any()
+
+
+@pytest.mark.parametrize("scores", [{"slopes": torch.zeros(3)}, {"sinks": torch.zeros(5)}], ids=str)
+def test_numbers_of_heads_are_one_for_each_head(scores: dict[str, Tensor]) -> None:
+    (name,), (wrong,) = scores, scores.values()
+    q, pool = drawn(1, 1, 2, 4, 8), drawn(2, 3, BLOCK, 2, 8)
+    pages = Pages.consecutive((0, 1), (3, 2), BLOCK)
+    with pytest.raises(
+        KernelError, match=rf"{name} have shape \[{len(wrong)}\]; 4 heads need \[4\]"
+    ):
+        paged_attention(q, pool, pool, pages, None, Scores(**scores))

@@ -5,14 +5,17 @@ import torch
 from megatron_kernels import (
     FP8_BLOCK,
     FP8_BLOCK_2D,
+    FP8_GRADIENT,
     FP8_TENSOR,
     NVFP4_2D,
     KernelError,
     QuantFormat,
+    dequantize,
     quantize,
     quantize_tensor,
     transpose,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BACKENDS = ("torch", "reference")
 FORMATS = [
@@ -98,3 +101,26 @@ def test_what_is_not_defined_is_refused() -> None:
         quantize_tensor(draw(3, 4), "int8")
     with pytest.raises(KernelError, match="needs a scale or measures=True"):
         quantize_tensor(draw(3, 4), measures=False)
+
+
+def test_both_casts_are_one_memory_on_a_cpu_and_side_by_side_on_a_gpu() -> None:
+    x = draw(6, 4)
+    for given in (x, x.t()):
+        both = quantize_tensor(given, backend="torch")
+        assert both.rows.data_ptr() == both.columns.data_ptr()  # nothing is copied
+    with FakeTensorMode():
+        for given in (torch.empty(6, 4, device="cuda"), torch.empty(4, 6, device="cuda").t()):
+            both = quantize_tensor(given, backend="torch")
+            assert (both.rows.shape, both.columns.shape) == ((6, 4), (4, 6))
+            assert both.rows.is_contiguous() and both.columns.is_contiguous()
+
+
+@pytest.mark.parametrize("form", [FP8_TENSOR, FP8_GRADIENT], ids=str)
+def test_elements_of_both_orders_are_quantized_matrices(form: QuantFormat) -> None:
+    x = draw(5, 7)
+    both = quantize_tensor(x, form.elements)
+    for found, matrix in ((both.of_rows(form), x), (both.of_columns(form), x.t())):
+        expected = quantize(matrix, form)
+        assert found.shape == expected.shape == tuple(matrix.shape) and found.format == form
+        assert torch.equal(found.scales, expected.scales)
+        assert torch.equal(dequantize(found), dequantize(expected))

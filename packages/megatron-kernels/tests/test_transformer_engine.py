@@ -395,3 +395,42 @@ def test_the_command_checks_recipes(
     monkeypatch.setattr(extensions, "general_gemm", wrong)
     assert main(line) == 1
     assert capsys.readouterr().out.count("FAILED") == 6
+
+
+def test_products_add_in_fp32_backward_and_forward_on_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import transformer_engine.pytorch.cpp_extensions as extensions
+
+    seen: list[bool] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        seen.append(options["use_split_accumulator"])
+        return fake_transformer_engine.general_gemm(*args, **options)
+
+    monkeypatch.setattr(extensions, "general_gemm", noted)
+    x, weight = drawn(5, 16), drawn(7, 16)
+    te_forward(x, weight)
+    te_forward(x, weight, exact=True)
+    products.linear(x, weight, None).sum().backward()
+    assert seen == [False, True, False, True, True]
+
+
+def test_operands_of_the_check_have_shapes_that_every_recipe_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_transformer_engine.install(monkeypatch, on_cpu=True)
+    make, checked = TransformerEngineRecipe.quantizer, []
+
+    def quantizer(recipe: TransformerEngineRecipe, *given: Any, **options: Any) -> Any:
+        cast = make(recipe, *given, **options)
+
+        def checks(x: Tensor) -> Tensor:
+            checked.extend((recipe.shape_reason(*x.shape), recipe.shape_reason(*x.t().shape)))
+            return cast(x)
+
+        return checks
+
+    monkeypatch.setattr(TransformerEngineRecipe, "quantizer", quantizer)
+    assert all(each.passed for each in check_recipes(torch.device("cpu")))
+    assert checked == [None] * (2 * 3 * len(SCALINGS))  # rows and columns of three operands

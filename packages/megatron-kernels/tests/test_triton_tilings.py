@@ -120,3 +120,56 @@ def test_float64_alone_is_computed_in_float64():
         assert launch.accumulator_dtype(dtype) is torch.float32
     assert launch.accumulator(torch.float64) is tl.float64
     assert launch.accumulator_dtype(torch.float64) is torch.float64
+
+
+@pytest.mark.parametrize(
+    ("programs", "per_group", "splits"),
+    [(528, 8, 1), (527, 8, 2), (264, 8, 2), (263, 8, 4), (1, 8, 8), (150, 6, 6), (1, 1, 1)],
+)
+def test_heads_of_a_group_are_divided_evenly_over_four_programs_for_each_multiprocessor(
+    programs, per_group, splits, monkeypatch
+):
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda _: SimpleNamespace(multi_processor_count=132),
+    )
+    found = ssd_parts.splits_of_heads(torch.device("cuda"), programs, per_group)
+    assert found == splits and per_group % found == 0
+    on_cpu = ssd_parts.splits_of_heads(torch.device("cpu"), programs, per_group)
+    assert per_group % on_cpu == 0 and (on_cpu == 1) == (programs > 100 or per_group == 1)
+
+
+def test_limits_of_steps_are_finite_numbers_of_float32():
+    largest = torch.finfo(torch.float32).max
+    assert ssd_parts.limit_numbers(()) == [0.0] * 4
+    low, low_rest, high, high_rest = ssd_parts.limit_numbers((0.1, float("inf")))
+    assert (low, low_rest) == launch.two_floats(0.1)
+    assert (high, high_rest) == (largest, 0.0)
+
+
+def test_operands_of_a_scan_keep_the_mantissa_and_the_range():
+    import triton.language as tl
+
+    assert ssd_parts.operands(torch.bfloat16) == (tl.bfloat16, "tf32", torch.bfloat16)
+    assert ssd_parts.operands(torch.float16) == (tl.float32, "tf32", torch.float32)
+    assert ssd_parts.operands(torch.float32) == (tl.float32, "tf32x3", torch.float32)
+    assert ssd_parts.operands(torch.float64) == (tl.float64, "ieee", torch.float64)
+    for dtype, operand in ((torch.float32, tl.float32), (torch.bfloat16, tl.bfloat16)):
+        assert attention_launch._operand(dtype) is operand
+    assert [ssd_parts.block(n) for n in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
+
+
+def test_scans_have_few_stages_where_shared_memory_is_small(monkeypatch):
+    for dtype, tokens, key in (
+        (torch.bfloat16, 64, (2, 64)),
+        (torch.bfloat16, 32, (2, 32)),
+        (torch.float16, 32, (4, 32)),
+        (torch.float32, 32, (4, 32)),
+    ):
+        x, whole = torch.zeros(1, dtype=dtype), ssd_parts.TILINGS[key]
+        for large in (True, False):
+            monkeypatch.setattr(ssd_parts, "has_data_center_memory", lambda _, n=large: n)
+            found = ssd_parts.tiling(x, tokens)
+            assert (found.width, found.warps) == (whole.width, whole.warps)
+            assert found.stages == (whole.stages if large else (2, 1, 1))

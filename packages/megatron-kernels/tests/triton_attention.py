@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from megatron_kernels import Mask, Scores, attention, attention_backward, attention_forward
 from megatron_kernels.inputs import CaseDropout
 from megatron_kernels.ops.attention.scores import PLAIN_SCORES
 from megatron_kernels.triton_kernels import attention as forward_kernels
 from megatron_kernels.triton_kernels import attention_backward as backward_kernels
+from megatron_kernels.triton_kernels import attention_parts
 from megatron_kernels.triton_kernels.attention_launch import Tiling
 from torch import Tensor
 
@@ -214,12 +216,72 @@ def test_tiles_out_of_reach_are_not_read(name: str) -> None:
     assert checked > KEYS
 
 
-@pytest.mark.parametrize("columns", [True, False], ids=["columns", "indices"])
-def test_the_bits_of_dropout_are_exactly_those_of_the_hash(columns: bool) -> None:
+FEW = 20  # a whole tile and a part of one
+RULES = (
+    Mask(prefix=18),
+    Mask(prefix=torch.tensor([3, 19]), window=7),
+    Mask(chunk=6),
+    Mask(causal=False, chunk=9),
+    Mask(packed((7, -2, 11)), window=4),
+)
+
+
+def followed_by_nan(tokens: int, batch: int) -> Tensor:
+    """Returns a leaf of one head whose memory goes on with tokens that are no numbers."""
+    memory = torch.full((32, batch, 1, 16), math.nan, dtype=F64)
+    memory[:tokens] = torch.randn(tokens, batch, 1, 16, dtype=F64)
+    return memory[:tokens].requires_grad_()
+
+
+def test_rules_of_a_mask_on_few_tokens_and_none_after_the_last_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_parts, "SCANNED", tl.constexpr(8))  # ids that are read at once
+    for number, mask in enumerate(RULES):
+        batch = len(mask.prefix) if isinstance(mask.prefix, Tensor) else 1
+        given = [followed_by_nan(FEW, batch) for _ in range(3)]
+        drop = replace(dropout(FEW, FEW), columns=None) if number == 0 else None
+        if drop is not None:
+            drop = replace(drop, word0=drop.word0[:, :1], word1=drop.word1[:, :1])
+        dout = followed_by_nan(FEW, batch).detach()
+        results = []
+        for name in ("triton", "reference"):
+            out = attention(*given, mask, dropout=drop, backend=name)
+            results.append((out.detach(), *torch.autograd.grad(out, given, dout)))
+        for got, want in zip(*results, strict=True):
+            equal(got, want)
+
+
+def test_tiles_out_of_reach_are_read_in_neither_pass() -> None:
+    """A tile that may not attend to the other one: NaN there reaches no output and no gradient."""
+    first, second = slice(0, 16), slice(16, 32)
+    for mask, queries, keys in (
+        (Mask(), first, second),
+        (Mask(window=1), second, first),
+        (Mask(causal=False, window=1), first, second),
+        (Mask(causal=False, chunk=16), second, first),
+        (Mask(prefix=9), first, second),
+    ):
+        clean = [torch.randn(32, 1, 1, 16, dtype=F64) for _ in range(4)]
+        for of_keys in (True, False):
+            q, k, v, dout = (x.clone() for x in clean)
+            for x in (k, v) if of_keys else (q, dout):
+                x[keys if of_keys else queries] = math.nan
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            out = attention(*leaves, mask, backend="triton")
+            wanted = leaves[:1] if of_keys else leaves[1:]
+            found = torch.autograd.grad(out, wanted, dout)
+            rows = [out, *found] if of_keys else list(found)
+            assert all(x[queries if of_keys else keys].isfinite().all() for x in rows), mask
+
+
+def test_the_bits_of_dropout_are_exactly_those_of_the_hash() -> None:
     """With one-hot values and equal scores, the output shows which keys a query keeps."""
-    drop = dropout()
-    if not columns:
-        drop = replace(drop, columns=None)
+    for columns in (True, False):
+        check_bits(dropout() if columns else replace(dropout(), columns=None))
+
+
+def check_bits(drop: CaseDropout) -> None:
     q = torch.zeros(QUERIES, BATCH, HEADS, 16)
     v = torch.eye(KEYS)[:, None, None].expand(-1, BATCH, HEADS, -1)
     k = torch.zeros(KEYS, BATCH, HEADS, 16)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from megatron_kernels import KernelError, causal_conv, ssd_scan
 from megatron_kernels.case import Case
 from megatron_kernels.cases import CASES
@@ -15,6 +16,7 @@ from megatron_kernels.ops.ssm import triton_scan
 from megatron_kernels.registry import Op
 from megatron_kernels.triton_kernels import causal_conv as kernels_of_conv
 from megatron_kernels.triton_kernels import ssd_backward as kernels_of_scan
+from megatron_kernels.triton_kernels import ssd_step as kernels_of_step
 from megatron_kernels.triton_kernels.ssd_parts import TILINGS
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -59,8 +61,16 @@ def outcomes(
     found = op.run(backend, *leaves)
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
     used = [found[part] for part in parts]
-    weights = [torch.linspace(-1, 2, out.numel(), dtype=F64).view(out.shape) for out in used]
+    weights = [
+        followed_by_nan(torch.linspace(-1, 2, out.numel(), dtype=F64).view(out.shape))
+        for out in used
+    ]
     return [*found, *torch.autograd.grad(used, wanted, weights, materialize_grads=True)]
+
+
+def followed_by_nan(x: Tensor) -> Tensor:
+    """Returns the numbers in memory that goes on with NaN, which nothing may read."""
+    return torch.cat((x, torch.full_like(x, torch.nan)))[: len(x)]
 
 
 def both_equal(
@@ -100,6 +110,16 @@ def test_one_output_alone_has_gradients(part: int) -> None:
     both_equal(ssd_scan, given, (part,))
 
 
+def test_states_of_several_tiles_equal_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of 17 x 18 numbers in tiles of 16 x 16."""
+    monkeypatch.setitem(TILINGS, (4, CHUNK), TILINGS[4, CHUNK]._replace(width=16))
+    x, dt = torch.randn(CHUNK + 1, 1, 1, 17, dtype=F64), torch.randn(CHUNK + 1, 1, 1, dtype=F64)
+    b, c = (torch.randn(CHUNK + 1, 1, 1, 18, dtype=F64) for _ in range(2))
+    state = torch.randn(1, 1, 17, 18, dtype=F64)
+    rate = -torch.ones(1, dtype=F64)
+    both_equal(ssd_scan, [x, dt, rate, b, c, None, None, None, state])
+
+
 def test_strong_decays_and_long_steps_give_no_nan() -> None:
     """Logarithms reach -1e5 in a chunk: the inverse of their exponential is no number."""
     given = inputs_of_scan(CHUNK + 3)
@@ -111,6 +131,7 @@ def test_strong_decays_and_long_steps_give_no_nan() -> None:
 
 def test_one_token_without_gradients_is_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_scan, "_FORWARD", None)
+    monkeypatch.setattr(kernels_of_step, "_ELEMENTS", 16)  # two channels of a state at a time
     given = inputs_of_scan(1, heads=4, groups=2)
     for ids in (None, torch.tensor([[4], [-1]])):
         for state in (given[8], None):
@@ -138,7 +159,7 @@ def test_a_scan_saves_its_inputs_and_the_states_before_chunks() -> None:
 
 
 def test_views_of_a_projection_are_read_in_place() -> None:
-    fused = torch.randn(CHUNK + 3, 2, 2 * 3 + 5 + 5 + 2, dtype=F64)
+    fused = followed_by_nan(torch.randn(CHUNK + 3, 2, 2 * 3 + 5 + 5 + 2, dtype=F64))
     x, b, c, dt = fused.split((6, 5, 5, 2), -1)
     given = inputs_of_scan(CHUNK + 3)
     given[0] = x.unflatten(2, (2, 3))
@@ -148,7 +169,10 @@ def test_views_of_a_projection_are_read_in_place() -> None:
 
 
 @pytest.mark.parametrize("taps", [1, 2, 4])
-def test_convolutions_of_several_tiles_equal_the_reference(taps: int) -> None:
+def test_convolutions_of_several_tiles_equal_the_reference(
+    taps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_of_conv, "_SCANNED", tl.constexpr(16))  # ids that are read at once
     x, weight = torch.randn(LENGTH, 2, 3, dtype=F64), torch.randn(3, taps, dtype=F64)
     state = torch.randn(2, taps - 1, 3, dtype=F64)
     both_equal(causal_conv, [x, weight, None, None, state])
@@ -161,6 +185,9 @@ def test_convolutions_continue_from_states_shorter_than_the_filter() -> None:
     for length in (1, 2):
         ids = torch.tensor([[0, 0], [1, -1]])[:, :length]
         both_equal(causal_conv, [torch.randn(length, 2, 3, dtype=F64), weight, None, ids, state])
+    one_tap = [torch.randn(5, 2, 3, dtype=F64), weight[:, :1], weight[:, 1]]
+    both_equal(causal_conv, one_tap, (0,))
+    both_equal(causal_conv, [*one_tap, IDS[:, 18:23]], (0,))
 
 
 def test_more_channels_than_a_program_holds() -> None:

@@ -54,6 +54,14 @@ class Scores:
                     f"scores: bias has shape {list(found)}; these scores need "
                     f"{[batch, *needed]} or {[1, *needed]}"
                 )
+        self.check_heads(heads)
+
+    def check_heads(self, heads: int) -> None:
+        """Verifies that there is one slope and one sink for each head.
+
+        Raises:
+            KernelError: The number of slopes or sinks is not ``heads``.
+        """
         for name, tensor in (("slopes", self.slopes), ("sinks", self.sinks)):
             if tensor is not None and tensor.shape != (heads,):
                 raise KernelError(

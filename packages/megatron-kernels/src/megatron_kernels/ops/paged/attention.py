@@ -81,6 +81,6 @@ def paged_attention(
         raise KernelError(f"paged_attention: window is {window}; use at least 1 (the token itself)")
     if scores.bias is not None:
         raise KernelError("paged_attention: scores have a bias; use attention with gathered keys")
-    scores.check_shapes(q.shape[1], q.shape[2], q.shape[0], 0)
+    scores.check_heads(q.shape[2])
     pages.check(q.shape[1], blocks, block_size)
     return paged_attention.run(backend, q, k, v, pages, window, scores)

@@ -122,7 +122,7 @@ class YarnScaling:
         return frequencies * (1 - slowed + slowed / self.factor)
 
     def _magnitude(self, scale: float) -> float:
-        return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
+        return 0.1 * scale * math.log(max(self.factor, 1.0)) + 1.0
 
 
 @dataclass(frozen=True)
