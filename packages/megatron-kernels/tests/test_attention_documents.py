@@ -58,16 +58,16 @@ def test_dropout_and_biases_of_packed_documents_are_those_of_all_pairs() -> None
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "groups"),
+    ("dtype", "dense", "groups"),
     [
-        (torch.float32, None, 4),
-        (torch.bfloat16, None, 2),
-        (torch.float16, None, 2),
-        (torch.bfloat16, 3, 4),
+        (torch.float32, False, 4),
+        (torch.bfloat16, False, 2),
+        (torch.float16, False, 2),
+        (torch.bfloat16, True, 4),
     ],
 )
 def test_kernels_of_cuda_without_groups_get_keys_of_all_heads(
-    dtype: torch.dtype, window: int | None, groups: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, dense: bool, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only flash attention has groups there; torch would leave the fused kernels."""
     seen = []
@@ -80,7 +80,8 @@ def test_kernels_of_cuda_without_groups_get_keys_of_all_heads(
     with FakeTensorMode(), torch.no_grad():
         q = torch.empty(7, 2, 4, 8, dtype=dtype, device="cuda")
         k = torch.empty(7, 2, 2, 8, dtype=dtype, device="cuda")
-        sdpa(AttentionCall(q, k, k, Mask(window=window)))
+        allowed = torch.empty(1, 7, 7, dtype=torch.bool, device="cuda")
+        sdpa(AttentionCall(q, k, k, Mask(dense=allowed) if dense else Mask()))
     assert seen == [groups, groups, groups == 2]
 
 

@@ -15,7 +15,6 @@ from megatron_kernels.registry import accept_all
 from megatron_kernels.workload import SHAPES, Shape, Workload, least_bytes
 from megatron_kernels.workloads import WORKLOADS
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 CPU = torch.device("cpu")
@@ -284,9 +283,18 @@ def test_the_title_names_a_gpu(
     assert title == "float32, medium, on GPU 1: medians of 2 rounds, ms"
 
 
-def test_a_gpu_copies_a_gibibyte_and_multiplies_matrices_of_8192() -> None:
-    with FakeTensorMode():
-        copied: Any = benchmark._copy(torch.device("cuda"))()
-        product: Any = benchmark._product(torch.device("cuda"), torch.bfloat16)()
-    assert (copied.numel() * copied.element_size(), copied.device.type) == (1024**3, "cuda")
-    assert (product.shape, product.dtype) == ((8192, 8192), torch.bfloat16)
+def test_a_gpu_copies_a_gibibyte_and_multiplies_matrices_of_8192(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, made, one = torch.device("cuda"), [], torch.eye(1)
+
+    def noted(*shape: int, **options: Any) -> Tensor:
+        made.append((*shape, options["dtype"], options["device"]))
+        return one
+
+    monkeypatch.setattr(torch, "zeros", noted)
+    monkeypatch.setattr(torch, "ones", noted)
+    assert torch.equal(benchmark._copy(gpu)(), one)  # type: ignore[arg-type]
+    assert torch.equal(benchmark._product(gpu, torch.bfloat16)(), one)  # type: ignore[arg-type]
+    matrix = 8192, 8192, torch.bfloat16, gpu
+    assert made == [(1024**3, torch.uint8, gpu), matrix, matrix]
