@@ -58,7 +58,7 @@ def test_dropout_and_biases_of_packed_documents_are_those_of_all_pairs() -> None
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dense", "groups"),
+    ("dtype", "biased", "groups"),
     [
         (torch.float32, False, 4),
         (torch.bfloat16, False, 2),
@@ -67,7 +67,7 @@ def test_dropout_and_biases_of_packed_documents_are_those_of_all_pairs() -> None
     ],
 )
 def test_kernels_of_cuda_without_groups_get_keys_of_all_heads(
-    dtype: torch.dtype, dense: bool, groups: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, biased: bool, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only flash attention has groups there; torch would leave the fused kernels."""
     seen = []
@@ -80,8 +80,8 @@ def test_kernels_of_cuda_without_groups_get_keys_of_all_heads(
     with FakeTensorMode(), torch.no_grad():
         q = torch.empty(7, 2, 4, 8, dtype=dtype, device="cuda")
         k = torch.empty(7, 2, 2, 8, dtype=dtype, device="cuda")
-        allowed = torch.empty(1, 7, 7, dtype=torch.bool, device="cuda")
-        sdpa(AttentionCall(q, k, k, Mask(dense=allowed) if dense else Mask()))
+        bias = torch.empty(1, 4, 7, 7, dtype=dtype, device="cuda") if biased else None
+        sdpa(AttentionCall(q, k, k, Mask(causal=not biased), Scores(bias=bias)))
     assert seen == [groups, groups, groups == 2]
 
 

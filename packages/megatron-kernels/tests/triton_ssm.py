@@ -185,6 +185,7 @@ def test_convolutions_continue_from_states_shorter_than_the_filter() -> None:
     for length in (1, 2):
         ids = torch.tensor([[0, 0], [1, -1]])[:, :length]
         both_equal(causal_conv, [torch.randn(length, 2, 3, dtype=F64), weight, None, ids, state])
+    both_equal(causal_conv, [torch.randn(2, 2, 3, dtype=F64), weight], (0,))
     one_tap = [torch.randn(5, 2, 3, dtype=F64), weight[:, :1], weight[:, 1]]
     both_equal(causal_conv, one_tap, (0,))
     both_equal(causal_conv, [*one_tap, IDS[:, 18:23]], (0,))
