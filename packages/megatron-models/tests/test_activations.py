@@ -163,8 +163,18 @@ def test_a_window_saves_its_mask_in_each_layer(small, knob, dtype):
         {"position_embedding_type": "alibi"},
         {"attention_output_gate": True},
         {"attention_output_gate": True, "num_query_groups": 4, "qk_layernorm": True},
+        {"attn_logit_softcapping": 2.0, "qk_layernorm": True},
+        {"attn_logit_softcapping": 2.0, "qk_layernorm": True, "normalization": "LayerNorm"},
     ],
-    ids=["qk_l2_norm", "attn_temperature_scale", "alibi", "attention_output_gate", "all heads"],
+    ids=[
+        "qk_l2_norm",
+        "attn_temperature_scale",
+        "alibi",
+        "attention_output_gate",
+        "all heads",
+        "bounded RMSNorm",
+        "bounded LayerNorm",
+    ],
 )
 def test_an_option_of_attention_saves_the_bytes_of_the_formula(small, knob, dropout, dtype):
     config = small(**{"num_layers": 2, "normalization": "RMSNorm", "num_query_groups": 2} | knob)

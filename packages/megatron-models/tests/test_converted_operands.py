@@ -284,6 +284,24 @@ def test_experts_multiply_in_fp8(name):
         assert (state.value[:, 0] > 0).all(), number
 
 
+@pytest.mark.parametrize("backend", ["auto", "scaled_grouped_mm,reference"])
+def test_held_experts_are_transposed_for_kernels_that_read_columns(backend):
+    product = low_precision_product(TENSORWISE)
+    chosen = (("quantized_grouped_matmul", backend),)
+    product = replace(product, backends=chosen, held=HeldWeight(), grouped=True)
+    weight = draw(3, 16, 32)
+    assert product.constant_weights([weight]) == ()
+    product.hold_weights()
+    rows, columns, scale, amax = product.constant_weights([weight])
+    assert rows.shape == (3, 16, 32) and float(amax) == float(weight.abs().max())
+    torch.testing.assert_close(rows.float() * scale, weight, rtol=0.07, atol=0.01)
+    assert columns.numel() == (0 if backend == "auto" else weight.numel())
+    if backend != "auto":
+        assert torch.equal(columns.float(), rows.float().mT)
+    product.release_weights()
+    assert product.constant_weights([weight]) == ()
+
+
 def test_gradients_of_experts_are_those_of_the_numbers_in_fp8():
     """One layer of experts against torch in float64 on the same elements."""
     model = model_of(EXPERTS, TENSORWISE)

@@ -156,6 +156,8 @@ def test_sides_number_their_layers_together():
     assert (encoder.bidirectional, encoder.num_layers) == (True, 2)
     assert (decoder.bidirectional, decoder.num_layers) == (False, 4)
     assert CONFIG.depth == 6 and set(CONFIG.cached(1)) == {2, 3, 4, 5}
+    counts = {number: len(mixers) for number, mixers in CONFIG.numbered_mixers.items()}
+    assert counts == {0: 2, 1: 2, 2: 3, 3: 3, 4: 3, 5: 3}
     chosen = CONFIG.fields_for_layers([0, 2, 5])
     assert (chosen["encoder_num_layers"], chosen["num_layers"]) == (1, 2)
 
@@ -222,6 +224,15 @@ def test_stages_receive_the_streams_of_both_sides(number, with_source, without):
         [(5, 3, 16)],
         [(7, 3, 16), (5, 3, 16)],
     ]
+
+
+def test_layers_of_both_sides_are_gathered_one_at_a_time():
+    whole = stage_of(0, pp=1)
+    both = [*whole.encoder.layers.values(), *whole.decoder.layers.values()]
+    assert whole.units() == both and len(both) == 6
+    for number, own in ((0, "encoder"), (3, "decoder")):
+        stage = stage_of(number)
+        assert stage.units() == [*getattr(stage, own).layers.values()] != []
 
 
 def test_one_stage_begins_with_itself():

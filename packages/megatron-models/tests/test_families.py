@@ -318,6 +318,22 @@ def test_settings_without_effect_are_accepted(family):
     assert family.FAMILY.config_from_hf({**base, **more}) == plain
 
 
+def test_neutral_values_switch_a_setting_off():
+    """Factors of 1, counts of 0, lists of nothing, and switches; transformers computes the rest."""
+    factors = {"embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"}
+    factors |= {"lm_head_multiplier", "scale_emb", "mup_width_multiplier"}
+    factors |= {"partial_rotary_factor", "rotary_pct"}
+    others = {"pruned_heads": [{}, []], "no_rope_layers": [[]], "is_causal": [True]}
+    others |= {key: [1, 1.0] for key in factors}
+    others |= {key: [0] for key in ("num_nextn_predict_layers", "num_kv_shared_layers")}
+    for name, values in NEUTRAL.items():
+        found = [(type(value), value) for value in values]
+        switch = [(bool, False)] if name not in others and len(values) > 1 else []
+        given = [(type(value), value) for value in others.get(name, [])]
+        assert found == [(type(None), None), *switch, *given], name
+    assert others.keys() < NEUTRAL.keys()
+
+
 @pytest.mark.parametrize("family", [gpt2, llama])
 def test_a_window_as_long_as_the_positions_is_accepted(family):
     base = {llama: LLAMA, gpt2: GPT2}[family]

@@ -354,9 +354,24 @@ def test_the_factor_of_a_stretched_rotation_is_by_default_the_ratio_of_lengths()
     given = {**SIZES, "original_max_position_embeddings": 16, "rope_scaling": {**original}}
     config = llama.FAMILY.config_from_hf(given)  # the value outside takes precedence
     assert (config.rope_scaling_original_length, config.rope_scaling_factor) == (16, 4.0)
+    single = {**original, "original_max_position_embeddings": 1}
+    assert scaled(**single).rope_scaling_factor == 128.0
     for length in (0, "32"):
         with pytest.raises(ConfigError, match="rotary scaling without a factor needs"):
             scaled(rope_type="yarn", original_max_position_embeddings=length)
+
+
+def test_a_length_outside_the_settings_of_llama_3_takes_precedence():
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+    assert scaled(**scaling).rope_scaling_original_length == 8
+    given = {**SIZES, "original_max_position_embeddings": 16, "rope_scaling": scaling}
+    assert llama.FAMILY.config_from_hf(given).rope_scaling_original_length == 16
+
+
+def test_all_channels_may_be_named_as_the_rotated_ones():
+    whole = {**SIZES, "rope_parameters": {"partial_rotary_factor": 1.0}}
+    assert llama.FAMILY.config_from_hf(whole) == llama.FAMILY.config_from_hf(SIZES)
 
 
 def test_magnitudes_of_yarn_need_each_other_and_periods_of_0_are_absent():

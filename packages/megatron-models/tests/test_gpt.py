@@ -5,6 +5,7 @@ import torch
 from megatron_kernels import Mask
 from megatron_models.cache import StaticKVCache
 from megatron_models.components.attention.span import EVERYTHING
+from megatron_models.components.embedding.output import mask_padding_logits
 from megatron_models.errors import ConfigError
 from megatron_models.models.gpt.model import GPT
 from megatron_models.parameters import parameter_count, parameter_shapes
@@ -224,6 +225,26 @@ def test_padding_tokens_get_no_probability_and_no_gradient(model):
             grad = model.get_parameter(name).grad
             assert (grad[config.vocab_size :] == 0).all()
             assert (grad[: config.vocab_size] != 0).any()
+
+
+def test_each_rank_masks_its_columns_of_padding():
+    axes = [Mesh(ParallelLayout(tp=4, dp=1), rank).axis("tp") for rank in range(4)]
+    columns = {5: [4, 1, 0, 0], 8: [4, 4, 0, 0], 9: [4, 4, 1, 0], 16: [4, 4, 4, 4]}
+    for vocab, left in columns.items():
+        for axis, count in zip(axes, left, strict=True):
+            found = mask_padding_logits(torch.zeros(2, 1, 4), axis, vocab)
+            expected = [0.0] * count + [-torch.inf] * (4 - count)
+            assert found.flatten(0, 1).tolist() == [expected] * 2
+
+
+def test_the_factor_of_embeddings_is_rounded_as_the_model_is(small, mesh):
+    """In bfloat16 the square root of 3072 is 55.5, not 55.426."""
+    factors = {"embedding_multiplier": 3072**0.5, "position_embedding_type": "none"}
+    for dtype, factor in ((torch.bfloat16, 55.5), (torch.float64, 3072**0.5)):
+        model = GPT(small(**factors, num_layers=1), Placement(mesh, dtype=dtype))
+        tokens = torch.arange(6).view(2, 3)
+        expected = model.embedding.word.weight[tokens.t()] * factor
+        assert torch.equal(model.embedding(tokens, None, 0), expected)
 
 
 def test_the_gradient_of_a_tied_weight_is_the_sum_of_its_two_uses(small, mesh, scramble):

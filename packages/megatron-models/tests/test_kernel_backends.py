@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron_kernels import Mask, Op, Scores
+from megatron_kernels import Mask, Op, Scores, find_operation, vocab_embedding
 from megatron_models import (
     GPT,
     Bert,
@@ -237,3 +237,48 @@ def test_a_backend_that_cannot_run_on_this_machine_is_refused_with_its_reason() 
     assert str(error.value) == (
         "attention cannot use backend flash_attn: needs a CUDA tensor, q is on cpu"
     )
+
+
+def test_attention_alone_has_blocks_over_ranks() -> None:
+    recurrent = HybridConfig(**SIZES, **MAMBA, hybrid_layer_pattern="M-")
+    assert {*BLOCKS} < {*operations_of(DECODERS["gpt"])}
+    assert not {*BLOCKS} & {*operations_of(recurrent)}
+    requested = {"attention_forward": "reference"}
+    found = {choice.op for choice in explain_backends(DECODERS["gpt"], requested)}
+    assert found & {*BLOCKS} == {"attention_forward"}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiled_layers_use_backends_that_the_compiler_sees(compiled: bool) -> None:
+    """On a device that fuses everything, which the compiler does itself."""
+    config, chosen = DECODERS["llama"], {"rope": "reference"}
+    with mock.patch("megatron_models.kernel_backends.fuses_on", lambda *_: True):
+        choices = explain_backends(config, chosen, compiled=compiled)
+    found = {choice.op: choice for choice in choices}
+    fused = {*operations_of(config)} & {*FUSED}
+    assert fused and found.keys() & {*FUSED} == (set() if compiled else fused)
+    assert (found["rope"].backend, found["rope"].requested) == ("reference", "reference")
+    for name in found.keys() - {"rope"}:
+        seen = [backend.name for backend in find_operation(name).transparent]
+        assert found[name].requested == (",".join(seen) if compiled else "auto")
+        assert found[name].backend is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ({}, "auto"),
+        ({"compiled": True}, None),
+        ({"backends": {"vocab_embedding": "reference"}}, "reference"),
+        ({"backends": {"vocab_embedding": "reference"}, "compiled": True}, "reference"),
+        ({"backends": {"vocab_embedding": SEPARATE}}, None),
+    ],
+)
+def test_compiled_layers_fuse_what_is_chosen_alone(
+    options: dict[str, Any], backend: str | None
+) -> None:
+    placement = Placement(Mesh.single(), **options)
+    with mock.patch("megatron_models.placement.fuses_on", lambda *_: True):
+        assert placement.fused(vocab_embedding) == backend
+    on_a_cpu = None if backend == "auto" else backend
+    assert placement.fused(vocab_embedding) == on_a_cpu

@@ -3,8 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from megatron_models import SavedBytes
+from megatron_models import LayerPass, SavedBytes, layer_activations
+from megatron_models.components.norm.spec import NormSpec
 from megatron_models.components.saved_bytes import LinearInput
+from megatron_parallel import RecomputeConfig
+
+FEW = SavedBytes(2, linear_input=LinearInput(1.0, 1.5))
+STREAM, INNER = 24 * 24, 24 * 40
+"""Elements of the residual stream and of a feed-forward layer: 24 tokens, 24 and 40 channels."""
 
 
 def test_a_linear_layer_saves_its_input_as_it_is_or_converted():
@@ -72,3 +78,90 @@ def test_a_cpu_saves_norms_in_float32_at_least():
     tiles = SavedBytes.cpu(8, "LayerNorm", attention_dropout=True)
     assert (tiles.logsumexp, tiles.window_mask, tiles.pads_values) == (0, 0, False)
     assert (tiles.dropped_scores, tiles.mask_bits, tiles.norm_statistic) == (8, True, 8)
+
+
+def layer(config, saved_bytes=FEW, modules=(), **options):
+    plan = RecomputeConfig("selective", modules=modules) if modules else RecomputeConfig()
+    return layer_activations(config, LayerPass(8, 3, saved_bytes, recompute=plan, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "stream", "inner", "out"),
+    [
+        ({}, STREAM, INNER, 2 * STREAM),
+        ({"sequence_parallel": True}, STREAM, INNER, 2 * STREAM),  # one rank gathers nothing
+        ({"tp": 2}, STREAM, INNER // 2, STREAM),
+        ({"tp": 2, "sequence_parallel": True}, STREAM // 2 * 3 // 2, INNER // 2, STREAM),
+    ],
+)
+def test_inputs_of_linear_layers_are_converted(small, options, stream, inner, out):
+    """One byte for an element, or one and a half if it is gathered; attention saves its output."""
+    found = layer(small(), **options)
+    parts = ("attention.qkv", "mlp.up", "mlp.down", "attention.out")
+    assert [found[part] for part in parts] == [stream, stream, inner, out]
+
+
+def test_inputs_are_not_converted_where_their_reader_or_their_norm_is_computed_again(small):
+    norms = layer(small(), modules=("layernorm",))
+    assert (norms["attention.qkv"], norms["mlp.up"], norms["mlp.down"]) == (0, 0, INNER)
+    again = layer(small(), modules=("mlp",))
+    assert (again["attention.qkv"], again["mlp.up"]) == (STREAM, 2 * STREAM)
+    assert "mlp.down" not in again
+    shared = small(parallel_residual="shared_norm")
+    assert layer(shared)["mlp.up"] == STREAM  # each reader converts the same input
+    assert layer(shared, SavedBytes(2))["mlp.up"] == 0
+
+
+def test_projections_of_latents_convert_their_inputs(small):
+    latent = {"multi_latent_attention": True, "position_embedding_type": "rope"}
+    latent |= {"q_lora_rank": 14, "kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4}
+    config = small(**latent, v_head_dim=8)
+    parts = [f"attention.{name}" for name in ("q_down", "kv_down", "q_up", "kv_up")]
+    found = layer(config)
+    assert [found[part] for part in parts] == [STREAM, STREAM, 24 * 14, 24 * 10]
+    halves = layer(config, tp=2, sequence_parallel=True)
+    gathered = [halves[part] for part in parts[2:]]
+    assert gathered == [12 * 14 * 3 // 2, 12 * 10 * 3 // 2]
+    assert "attention.kv_down" not in layer(config, SavedBytes(2))
+    assert "attention.kv_down" not in layer(config, modules=("layernorm",))
+
+
+def test_a_shared_expert_converts_its_input_in_low_precision_alone(small):
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 16}
+    config = small(**experts, moe_shared_expert_intermediate_size=8)
+    assert layer(config)["mlp.up"] == STREAM
+    assert layer(config, replace(FEW, activation=4))["mlp.up"] == 4 * STREAM
+    assert "mlp.up" not in layer(small(**experts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "saved_bytes", "size"),
+    [
+        ({}, SavedBytes(2), 3 * (8 * 2 + 2 * 4)),  # of three rows: input, mean and scale
+        ({"normalization": "RMSNorm"}, SavedBytes(2), 3 * (8 * 2 + 4)),
+        # The gain 1 + weight in float32; inputs in 16 bits are copied too, and the shift.
+        ({"apply_layernorm_1p": True}, SavedBytes(4), 3 * (8 * 4 + 8) + 8 * 4),
+        ({"apply_layernorm_1p": True}, SavedBytes(2), 3 * (8 * 4 + 8) + 2 * 8 * 4),
+        ({"apply_layernorm_1p": True, "norm_bias": False}, SavedBytes(2), 3 * (32 + 8) + 8 * 4),
+        (
+            {"apply_layernorm_1p": True},
+            SavedBytes(2, copies_for_gain=False),
+            3 * (8 * 2 + 8),
+        ),
+        ({"apply_layernorm_1p": True}, SavedBytes(8, norm_statistic=8), 3 * (64 + 16) + 8 * 8),
+        (
+            {"apply_layernorm_1p": True, "normalization": "RMSNorm"},
+            SavedBytes(2),
+            3 * (8 * 4 + 4) + 8 * 4,
+        ),
+        ({"apply_layernorm_1p": True}, SavedBytes(2, norm_statistic=0), 3 * 32 + 2 * 8 * 4),
+        ({}, SavedBytes(2, norm_input=4, normalized_input=4), 3 * (32 + 32 + 8)),
+    ],
+)
+def test_a_norm_saves_its_input_statistics_and_a_changed_gain(changes, saved_bytes, size):
+    norm = NormSpec(num_layers=1, hidden_size=8, **changes)
+    assert norm.saved(3, saved_bytes) == size
+    copied = saved_bytes.norm_input or (changes.get("apply_layernorm_1p") and size > 3 * 32)
+    wide = copied and saved_bytes.activation < 4
+    shared = size if wide else size - 3 * 8 * saved_bytes.activation
+    assert norm.saved(3, saved_bytes, shares_input=True) == shared

@@ -16,7 +16,7 @@ from megatron_models import (
     shift_within_documents,
     training_flops,
 )
-from megatron_parallel import AuxiliaryLosses, Mesh, RecomputeConfig
+from megatron_parallel import AuxiliaryLosses, Mesh, ParallelLayout, RecomputeConfig
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -245,6 +245,24 @@ def test_reported_losses_of_routers_are_means_over_all_layers(small, scramble):
     model(tokens, labels=labels, auxiliary_losses=losses, future=future).sum().backward()
     assert len(squares) == 4
     torch.testing.assert_close(losses.sums["z_loss"], sum(squares) / 4, rtol=0, atol=1e-10)
+
+
+def test_layers_of_depths_follow_those_of_the_model(small):
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 20, "moe_layer_freq": "[1,0,1]"}
+    biased = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    config = small(**experts, **biased, num_layers=3, mtp_num_layers=2)
+    assert list(config.numbered_mixers) == [0, 1, 2, 3, 4]
+    assert list(config.counting_layers) == [0, 2, 3, 4]
+    layers = ("layers.0", "layers.2", "mtp.0.layer", "mtp.1.layer")
+    assert list(config.state()) == [f"{layer}.mlp.router.expert_bias" for layer in layers]
+    assert config.multi_token_losses == ("mtp_1 loss", "mtp_2 loss") and config.depth == 3
+
+
+def test_ranks_that_do_not_divide_the_projection_are_refused(small):
+    sizes = {"num_attention_heads": 5, "kv_channels": 4, "make_vocab_size_divisible_by": 160}
+    small(**sizes).check_layout(ParallelLayout(tp=5, dp=1))
+    with pytest.raises(ConfigError, match="tp 5 cannot cut the outputs of eh_proj, hidden_size 24"):
+        small(**sizes, mtp_num_layers=1).check_layout(ParallelLayout(tp=5, dp=1))
 
 
 def test_wrong_settings_are_refused(small, scramble):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from megatron_kernels import Mask
 from megatron_models import GPT, ConfigError, Dropout, Placement, RouterReplay, StaticKVCache
 from megatron_models.components.moe.router import Router
 from megatron_models.components.moe.selection import sinkhorn
@@ -81,6 +82,49 @@ def test_sinkhorn_of_padding_alone_is_zero():
     assert sinkhorn(drawn(4, 3), padding, axis).tolist() == [[0.0] * 3] * 4
 
 
+def test_sinkhorn_is_even_over_tokens_and_experts():
+    """The result is the exponential of the logits times a factor of each token and each expert."""
+    logits, axis = drawn(12, 4), Mesh.single().axis("dp")
+    routed = torch.arange(12) < 9
+    found = sinkhorn(logits, routed, axis)
+    assert not found[9:].any()
+    whole = torch.ones(9, dtype=torch.float64)
+    torch.testing.assert_close(found.sum(0), whole[:4] / 4, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[:9].sum(1), whole / 9, rtol=1e-2, atol=0)
+    factors = found[:9].log() - logits[:9]
+    of_experts = factors - factors[:, :1]
+    torch.testing.assert_close(of_experts, of_experts[:1].expand(9, -1))
+    assert of_experts[0].abs().max() > 0.01
+    torch.testing.assert_close(sinkhorn(logits + 1e4, routed, axis), found, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "logits", "weights"),
+    [
+        (torch.bfloat16, {}, torch.float32, torch.float32),
+        (torch.float32, {}, torch.float32, torch.float32),
+        (torch.float64, {}, torch.float64, torch.float64),
+        (torch.bfloat16, {"moe_router_dtype": "fp64"}, torch.float64, torch.float32),
+        (torch.float32, {"moe_router_dtype": "fp64"}, torch.float64, torch.float32),
+    ],
+)
+def test_logits_have_the_precision_of_the_router(small, dtype, changes, logits, weights):
+    spec = small(**EXPERTS, **changes).component(MoESpec)
+    one = Router(spec, 0, Placement(Mesh.single(), dtype=dtype))
+    torch.nn.init.ones_(one.weight)
+    found = one(torch.ones(2, 24, dtype=dtype), None)
+    assert (found.logits.dtype, found.weights.dtype) == (logits, weights)
+
+
+def test_a_bias_rises_below_the_mean_load_and_falls_above_it(small):
+    biased = {**SIGMOID, "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.01}
+    one = router(small, **biased, num_experts=6)
+    before = torch.arange(6).double() / 10
+    after = one.update_bias(before, torch.tensor([3.0, 9.0, 0.0, 4.0, 4.0, 4.0]))
+    moved = [0.01, -0.01, 0.01, 0.0, 0.0, 0.0]
+    assert (after - before).tolist() == pytest.approx(moved, abs=1e-12)
+
+
 def test_noise_on_inputs_is_keyed_by_token_and_layer(small):
     one = router(small, moe_input_jitter_eps=0.25)
     ones = torch.ones(400, 24, dtype=torch.float64)
@@ -147,6 +191,22 @@ def test_a_replay_uses_the_recorded_experts(small, recompute):
     assert len(seen) == (2 if recompute is None else 4)
     for layer, experts in seen:
         assert torch.equal(experts.view(9, 3, 2).transpose(0, 1), recorded.experts[layer])
+
+
+@pytest.mark.parametrize("changes", [{}, CHOICE], ids=["tokens", "experts"])
+def test_a_replay_has_the_output_of_the_recorded_pass(small, changes):
+    """Padding was not routed, and is not when the recorded experts alone say so."""
+    built = model(small, **changes)
+    tokens, recorded = tokens_of(built), RouterReplay()
+    ids = torch.zeros(3, 9, dtype=torch.int32)
+    ids[1, 5:] = -1
+    expected = built(tokens, mask=Mask(document_ids=ids), router_replay=recorded)
+    assert (recorded.experts[0][1, 5:] == -1).all() and (recorded.experts[1][0] >= 0).any()
+    masked = built(tokens, mask=Mask(document_ids=ids), router_replay=recorded.replay())
+    torch.testing.assert_close(masked, expected, rtol=0, atol=1e-12)
+    plain = built(tokens, router_replay=recorded.replay())
+    torch.testing.assert_close(plain[:, [0, 2]], expected[:, [0, 2]], rtol=0, atol=1e-12)
+    torch.testing.assert_close(plain[:5, 1], expected[:5, 1], rtol=0, atol=1e-12)
 
 
 def test_a_replay_that_does_not_fit_is_refused(small):

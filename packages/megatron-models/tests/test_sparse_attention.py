@@ -8,6 +8,7 @@ import megatron_models.components.sparse_attention.module as sparse
 import pytest
 import torch
 from megatron_kernels import Mask
+from megatron_models import Dropout, LayerPass, SavedBytes
 from megatron_models.cache import StaticKVCache
 from megatron_models.components.sparse_attention.module import SparseAttention
 from megatron_models.errors import ConfigError
@@ -15,7 +16,7 @@ from megatron_models.kinds import find_kind
 from megatron_models.models.gpt.config import GPTConfig
 from megatron_models.models.gpt.model import GPT
 from megatron_models.placement import Placement
-from megatron_parallel import AuxiliaryLosses, Mesh, ParallelLayout
+from megatron_parallel import AuxiliaryLosses, DropoutKey, Mesh, ParallelLayout
 
 TOKENS, TOPK = 14, 5
 SPARSE = {
@@ -113,9 +114,11 @@ def watched(model, call):
     return {name: each.detach() for name, each in seen.items()}
 
 
-def plain_probabilities(q, k, allowed):
+def plain_probabilities(q, k, allowed, bound=0.0):
     """Returns the probabilities of one sequence ``[n, s, t]``."""
     scores = torch.einsum("snd,tnd->nst", q, k) / math.sqrt(q.shape[-1])
+    if bound:
+        scores = bound * torch.tanh(scores / bound)
     return torch.softmax(scores.masked_fill(~allowed, -math.inf), -1)
 
 
@@ -133,9 +136,9 @@ def test_each_query_attends_to_the_keys_with_the_best_scores(build):
         torch.testing.assert_close(one["y"], wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("sparse_loss", [False, True])
-def test_loss_and_gradients_of_the_indexer_equal_plain_code(build, sparse_loss):
-    model = build(dsa_indexer_use_sparse_loss=sparse_loss)
+@pytest.mark.parametrize(("sparse_loss", "bound"), [(False, 0.0), (True, 0.0), (False, 0.5)])
+def test_loss_and_gradients_of_the_indexer_equal_plain_code(build, sparse_loss, bound):
+    model = build(dsa_indexer_use_sparse_loss=sparse_loss, attn_logit_softcapping=bound)
     tokens, losses = drawn(model), AuxiliaryLosses({"indexer_loss": 28.0})
 
     def run():
@@ -155,7 +158,8 @@ def test_loss_and_gradients_of_the_indexer_equal_plain_code(build, sparse_loss):
                 keys = best_keys(scores[t], t)
             allowed = torch.zeros(1, TOKENS, dtype=torch.bool)
             allowed[0, keys] = True
-            target = plain_probabilities(one["q"][t : t + 1], one["k"], allowed).mean(0)[0, keys]
+            target = plain_probabilities(one["q"][t : t + 1], one["k"], allowed, bound)
+            target = target.mean(0)[0, keys]
             total = total + (target * (target.log() - scores[t, keys].log_softmax(-1))).sum()
     (total * 0.3 / 28).backward()
     for name, each in indexer.named_parameters():
@@ -178,9 +182,14 @@ def test_the_loss_of_the_indexer_changes_no_other_gradient(build):
 
 def test_blocks_of_queries_equal_all_queries(build, monkeypatch):
     model = build()
-    whole = logits(model, drawn(model))
+    key = DropoutKey.for_batch(seed=1, iteration=2, samples=torch.arange(2), positions=TOKENS)
+    passes = [{}, {"dropout": Dropout(key, attention=0.4)}]
+    whole = [logits(model, drawn(model), **options) for options in passes]
+    assert not torch.allclose(*whole)
     monkeypatch.setattr(sparse, "BLOCK", 4)
-    torch.testing.assert_close(logits(model, drawn(model)), whole, rtol=0, atol=1e-12)
+    for options, expected in zip(passes, whole, strict=True):
+        found = logits(model, drawn(model), **options)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_many_keys_are_all_keys(build):
@@ -237,7 +246,23 @@ def test_flops_count_selected_keys_and_all_scores(build):
     )
     pairs = sum(max(0, t + 1 - TOPK) for t in range(tokens))
     assert abs(less - 2 * 4 * (10 + 8) * pairs) <= 2 * 4 * 18 * tokens
-    assert config.multiply_adds_of_pairs(tokens, tokens**2) > 2 * per_layer
+    band = 4 * (10 + 8) * (2 * tokens * TOPK - TOPK**2) // 2  # as of a window, of each layer
+    assert config.multiply_adds_of_pairs(tokens, tokens**2) == 2 * (band + per_layer)
+    without = {name: value for name, value in PLAIN.items() if name.startswith(OWN)}
+    more = config.multiply_adds.per_token - replace(config, **without).multiply_adds.per_token
+    assert more == 2 * (3 * 6 * 14 + 6 * 24 + 3 * 24)  # queries, keys and weights of heads
+
+
+@pytest.mark.parametrize(("size", "wide"), [(2, 4), (8, 8)])
+def test_an_indexer_saves_its_inputs_and_the_selected_keys(build, size, wide):
+    """Queries of 3 heads and the key have 6 channels; each also has a weight or a statistic."""
+    (mixer, _) = (each for each in build().config.mixers if each.heads)
+    found = mixer.activations(LayerPass(8, 3, SavedBytes(size)))
+    assert found["indexer"] == 24 * (3 + 1) * (6 + 1) * wide + 24 * 8
+    assert mixer.unsupported_reason("document_pool").setting == "{dsa_indexer_topk:name}"
+    assert mixer.unsupported_reason("compile") is None
+    assert mixer.auxiliary_losses() == ("indexer_loss",)
+    assert replace(mixer, dsa_indexer_loss_coeff=0.0).auxiliary_losses() == ()
 
 
 def test_layers_of_a_hybrid_model_decode_like_one_pass():

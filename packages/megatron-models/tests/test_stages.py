@@ -146,6 +146,13 @@ def test_chunks_are_the_stages_of_one_rank(small):
     assert all(chunk.sequence_parallel for chunk in chunks)
 
 
+def test_layers_and_depths_are_gathered_one_at_a_time(small):
+    model = GPT(small(num_layers=3, mtp_num_layers=1), Mesh.single())
+    assert model.units() == [*model.layers.values(), *model.mtp] and len(model.units()) == 4
+    first = GPT(small(mtp_num_layers=1), rank_of(0, pp=2))
+    assert first.units() == [first.layers["0"]]
+
+
 def test_stage_outputs_are_cut_by_sequence_parallelism(small):
     mesh = rank_of(0, tp=2, pp=2)
     whole = GPT(small(), Placement(mesh, dtype=torch.bfloat16))

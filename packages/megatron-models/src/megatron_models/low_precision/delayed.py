@@ -30,7 +30,7 @@ from megatron_models.low_precision.product import (
 from megatron_models.low_precision.recipe import OPERANDS, Operand
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DelayedProduct(LowPrecisionProduct):
     """A product whose scales follow the magnitudes of earlier steps, before it has a layer.
 
@@ -40,9 +40,9 @@ class DelayedProduct(LowPrecisionProduct):
         algorithm: Magnitude of the history that the scale follows.
     """
 
-    margin: int = 0
-    length: int = 1
-    algorithm: Literal["most_recent", "max"] = "most_recent"
+    margin: int
+    length: int
+    algorithm: Literal["most_recent", "max"]
 
     def bind(self, layer: nn.Module, mesh: Mesh) -> Product:
         """Returns the product of a layer, and adds the history to the layer."""
@@ -62,7 +62,7 @@ class DelayedProduct(LowPrecisionProduct):
         return LayerDelayedProduct(**{**vars(self), **own}, history=state)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LayerDelayedProduct(DelayedProduct):
     """The product of one layer, with its history.
 
@@ -72,7 +72,7 @@ class LayerDelayedProduct(DelayedProduct):
             evaluations and frozen layers observe nothing.
     """
 
-    history: StepState = None  # type: ignore[assignment]
+    history: StepState
     observes: ClassVar[bool] = True
 
     def hold_weights(self, *, compiled: bool = False) -> None:

@@ -32,9 +32,9 @@ class DelayedProduct(QuantizedProduct):
         algorithm: Magnitude of the history that the scale follows.
     """
 
-    margin: int = 0
-    length: int = 1
-    algorithm: Literal["most_recent", "max"] = "most_recent"
+    margin: int
+    length: int
+    algorithm: Literal["most_recent", "max"]
 
     def bind(self, layer: nn.Module, mesh: Mesh) -> Product:
         """Returns the product of a layer, and adds the history to the layer."""
@@ -66,8 +66,8 @@ class LayerDelayedProduct(DelayedProduct):
         weight_amax: Largest magnitude of the weight when it was last quantized, `[1]`.
     """
 
-    history: StepState = None  # type: ignore[assignment]
-    weight_amax: Tensor = None  # type: ignore[assignment]
+    history: StepState
+    weight_amax: Tensor
 
     def multiply_factors(
         self,

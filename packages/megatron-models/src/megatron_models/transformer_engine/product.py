@@ -117,7 +117,7 @@ class QuantizedProduct(TransformerEngineProduct):
     """
 
     recipe: TransformerEngineRecipe
-    quantizes_wgrad: bool = True
+    quantizes_wgrad: bool
     shared: SharedGradient = field(
         default_factory=SharedGradient, compare=False, repr=False, kw_only=True
     )
