@@ -1,7 +1,8 @@
 """A step of a mixture of experts on several ranks equals that of one rank in float64.
 
 Covers sequence parallelism, and numbers of tokens that are not divisible by the tensor-parallel
-size. Samples end in padding of different lengths, which is not routed.
+size. Samples end in padding of different lengths, which is not routed. Experts drop the tokens that
+are late in their sequences, the same ones on any ranks.
 """
 
 import pytest
@@ -25,6 +26,8 @@ MODEL = GPTConfig(
     moe_ffn_hidden_size=12,
     moe_aux_loss_coeff=0.5,
     moe_z_loss_coeff=0.1,
+    moe_expert_capacity_factor=0.8,
+    moe_token_drop_policy="position",
     init_method_std=0.3,
 )
 

@@ -36,6 +36,8 @@ CONFIGS = {
         **SHAPE,
         position_embedding_type="rope",
         normalization="RMSNorm",
+        qk_layernorm=True,
+        qk_layernorm_scope="projection",  # over the heads of all tensor-parallel ranks
         activation="swiglu",
         add_bias_linear=False,
         untie_embeddings_and_output_weights=True,

@@ -12,7 +12,7 @@ SMALL = {
     "vocab_size": 150,  # two ranks hold 128 rows each; the second has 22 rows of the vocabulary
     "max_position_embeddings": 16,
 }
-GPT2 = GPTConfig(**SMALL)
+GPT2 = GPTConfig(**SMALL, num_query_groups=1)  # which two ranks share
 LLAMA = GPTConfig(
     **SMALL,
     num_query_groups=2,

@@ -134,34 +134,36 @@ def test_a_shared_expert_converts_its_input_in_low_precision_alone(small):
     assert "mlp.up" not in layer(small(**experts))
 
 
+LN_1P = {"apply_layernorm_1p": True}
+RMS = {"normalization": "RMSNorm"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "saved_bytes", "row", "rest"),
+    [
+        ({}, SavedBytes(2), 8 * 2, 3 * 2 * 4),  # of each row the input, and mean and scale
+        (RMS, SavedBytes(2), 8 * 2, 3 * 4),
+        (LN_1P, SavedBytes(4), 8 * 4, 3 * 2 * 4 + 8 * 4),  # the gain 1 + weight
+        (LN_1P, SavedBytes(8, norm_statistic=8), 8 * 8, 3 * 2 * 8 + 8 * 8),
+        (LN_1P, SavedBytes(2, copies_for_gain=False), 8 * 2, 3 * 2 * 4),
+    ],
+)
+def test_a_norm_saves_its_input_unless_another_does(changes, saved_bytes, row, rest):
+    norm = NormSpec(num_layers=1, hidden_size=8, **changes)
+    assert norm.saved(3, saved_bytes) == 3 * row + rest
+    assert norm.saved(3, saved_bytes, shares_input=True) == rest
+
+
 @pytest.mark.parametrize(
     ("changes", "saved_bytes", "size"),
     [
-        ({}, SavedBytes(2), 3 * (8 * 2 + 2 * 4)),  # of three rows: input, mean and scale
-        ({"normalization": "RMSNorm"}, SavedBytes(2), 3 * (8 * 2 + 4)),
-        # The gain 1 + weight in float32; inputs in 16 bits are copied too, and the shift.
-        ({"apply_layernorm_1p": True}, SavedBytes(4), 3 * (8 * 4 + 8) + 8 * 4),
-        ({"apply_layernorm_1p": True}, SavedBytes(2), 3 * (8 * 4 + 8) + 2 * 8 * 4),
-        ({"apply_layernorm_1p": True, "norm_bias": False}, SavedBytes(2), 3 * (32 + 8) + 8 * 4),
-        (
-            {"apply_layernorm_1p": True},
-            SavedBytes(2, copies_for_gain=False),
-            3 * (8 * 2 + 8),
-        ),
-        ({"apply_layernorm_1p": True}, SavedBytes(8, norm_statistic=8), 3 * (64 + 16) + 8 * 8),
-        (
-            {"apply_layernorm_1p": True, "normalization": "RMSNorm"},
-            SavedBytes(2),
-            3 * (8 * 4 + 4) + 8 * 4,
-        ),
-        ({"apply_layernorm_1p": True}, SavedBytes(2, norm_statistic=0), 3 * 32 + 2 * 8 * 4),
-        ({}, SavedBytes(2, norm_input=4, normalized_input=4), 3 * (32 + 32 + 8)),
+        (LN_1P, SavedBytes(2), 3 * (8 * 4 + 2 * 4) + 2 * 8 * 4),  # gain and shift
+        ({**LN_1P, "norm_bias": False}, SavedBytes(2), 3 * (8 * 4 + 2 * 4) + 8 * 4),
+        ({**LN_1P, **RMS}, SavedBytes(2), 3 * (8 * 4 + 4) + 8 * 4),
+        (LN_1P, SavedBytes(2, norm_statistic=0), 3 * 8 * 4 + 2 * 8 * 4),
+        ({}, SavedBytes(2, norm_input=4, normalized_input=4), 3 * (8 * 4 + 8 * 4 + 2 * 4)),
     ],
 )
-def test_a_norm_saves_its_input_statistics_and_a_changed_gain(changes, saved_bytes, size):
+def test_a_copy_of_the_input_in_float32_is_the_norm_s_own(changes, saved_bytes, size):
     norm = NormSpec(num_layers=1, hidden_size=8, **changes)
-    assert norm.saved(3, saved_bytes) == size
-    copied = saved_bytes.norm_input or (changes.get("apply_layernorm_1p") and size > 3 * 32)
-    wide = copied and saved_bytes.activation < 4
-    shared = size if wide else size - 3 * 8 * saved_bytes.activation
-    assert norm.saved(3, saved_bytes, shares_input=True) == shared
+    assert norm.saved(3, saved_bytes) == norm.saved(3, saved_bytes, shares_input=True) == size

@@ -256,7 +256,7 @@ def test_flops_count_selected_keys_and_all_scores(build):
 @pytest.mark.parametrize(("size", "wide"), [(2, 4), (8, 8)])
 def test_an_indexer_saves_its_inputs_and_the_selected_keys(build, size, wide):
     """Queries of 3 heads and the key have 6 channels; each also has a weight or a statistic."""
-    (mixer, _) = (each for each in build().config.mixers if each.heads)
+    mixer = build().config.mixers[0]
     found = mixer.activations(LayerPass(8, 3, SavedBytes(size)))
     assert found["indexer"] == 24 * (3 + 1) * (6 + 1) * wide + 24 * 8
     assert mixer.unsupported_reason("document_pool").setting == "{dsa_indexer_topk:name}"
