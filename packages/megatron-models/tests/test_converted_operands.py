@@ -302,6 +302,19 @@ def test_held_experts_are_transposed_for_kernels_that_read_columns(backend):
     assert product.constant_weights([weight]) == ()
 
 
+def test_a_history_of_experts_has_the_magnitudes_of_their_rows():
+    """Those of rows of no expert do not count."""
+    model = model_of(EXPERTS, DELAYED)
+    layer = next(m for n, m in model.named_modules() if n.endswith("experts.up"))
+    (state,) = collect_states([layer]).values()
+    x, dy = draw(16, 32).double(), 1e-2 * draw(16, 96).double()
+    x[14:], dy[14:] = 1e3, 1e3
+    layer(x.requires_grad_(), torch.tensor([3, 0, 9, 2]), True).flatten(1).backward(dy)
+    state.step()
+    seen = [each.detach().abs().max() for each in (x[:14], layer.weight, dy[:14])]
+    assert state.value[:, 0].tolist() == pytest.approx([float(each) for each in seen], rel=1e-6)
+
+
 def test_gradients_of_experts_are_those_of_the_numbers_in_fp8():
     """One layer of experts against torch in float64 on the same elements."""
     model = model_of(EXPERTS, TENSORWISE)

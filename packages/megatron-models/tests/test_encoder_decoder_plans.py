@@ -10,6 +10,7 @@ from megatron_models import (
     EncoderDecoderConfig,
     GPTConfig,
     encoder_decoder_flops,
+    training_memory,
 )
 from megatron_models.models.decoding import DecodingPass
 from megatron_models.models.encoder_decoder.masks import documents, mask_of_source
@@ -233,6 +234,21 @@ def test_layers_of_both_sides_are_gathered_one_at_a_time():
     for number, own in ((0, "encoder"), (3, "decoder")):
         stage = stage_of(number)
         assert stage.units() == [*getattr(stage, own).layers.values()] != []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"position_embedding_type": "relative"},
+        {"untie_embeddings_and_output_weights": True, "separate_decoder_embedding": True},
+    ],
+)
+def test_the_first_stage_needs_the_memory_of_its_parameters(changes):
+    config = replace(CONFIG, **changes)
+    held = sum(parameter.numel() for parameter in stage_of(0, config).parameters())
+    found = training_memory(config, 8, 1, layers=1, activations=False)
+    assert (found.parameters, found.optimizer) == (4 * held, 8 * held)
 
 
 def test_one_stage_begins_with_itself():

@@ -256,6 +256,9 @@ def test_layers_of_depths_follow_those_of_the_model(small):
     layers = ("layers.0", "layers.2", "mtp.0.layer", "mtp.1.layer")
     assert list(config.state()) == [f"{layer}.mlp.router.expert_bias" for layer in layers]
     assert config.multi_token_losses == ("mtp_1 loss", "mtp_2 loss") and config.depth == 3
+    for pattern, count in (("[1,0,1]", 2 + 2), ("[1,1,0]", 2)):  # depths equal the last layer
+        routers = dataclasses.replace(config, moe_layer_freq=pattern).mixers
+        assert {m.layers_with_experts for m in routers if m.expert_parallel} == {count}
 
 
 def test_ranks_that_do_not_divide_the_projection_are_refused(small):
