@@ -120,10 +120,21 @@ def test_projections_of_latents_convert_their_inputs(small):
     found = layer(config)
     assert [found[part] for part in parts] == [STREAM, STREAM, 24 * 14, 24 * 10]
     halves = layer(config, tp=2, sequence_parallel=True)
-    gathered = [halves[part] for part in parts[2:]]
-    assert gathered == [12 * 14 * 3 // 2, 12 * 10 * 3 // 2]
+    gathered = [12 * 14 * 3 // 2, 12 * 10 * 3 // 2]
+    assert [halves[part] for part in parts] == [STREAM // 2, STREAM // 2, *gathered]
+    direct = layer(replace(config, q_lora_rank=0), tp=2, sequence_parallel=True)
+    assert direct["attention.q"] == STREAM // 2 * 3 // 2
+    assert direct["attention.kv_down"] == STREAM // 2
     assert "attention.kv_down" not in layer(config, SavedBytes(2))
     assert "attention.kv_down" not in layer(config, modules=("layernorm",))
+
+
+def test_a_linear_layer_in_place_of_another_gathers_nothing(small):
+    replaced = '[{"attention": {"replace_with_linear": true}}]'
+    config = small(num_layers=1, heterogeneous_layers_config_encoded_json=replaced)
+    found = layer(config, tp=2, sequence_parallel=True)
+    assert found["attention.linear"] == STREAM // 2
+    assert found["mlp.up"] == STREAM // 2 * 3 // 2
 
 
 def test_a_shared_expert_converts_its_input_in_low_precision_alone(small):

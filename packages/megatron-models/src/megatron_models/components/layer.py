@@ -103,7 +103,8 @@ class Sublayer:
             recomputed = self.norm is not None and layer_pass.recompute.selects("layernorm")
             saved, size = not recomputed and not self.shares_norm, stream * saved_bytes.activation
             if saved_bytes.linear_input and self.mixer.converts_input(layer_pass):
-                gathered = layer_pass.sequence_parallel and layer_pass.tp > 1
+                cut = layer_pass.sequence_parallel and layer_pass.tp > 1
+                gathered = cut and self.mixer.gathers_input
                 saved, size = not recomputed, saved_bytes.of_linear(stream, gathered=gathered)
             terms[f"{self.name}.{reader}"] = size if saved else 0
         for part, size in self.mixer.activations(layer_pass).items():

@@ -333,6 +333,14 @@ class Mixer(ABC):
         """
         return True
 
+    @property
+    def gathers_input(self) -> bool:
+        """Whether that layer gathers an input that is cut along the sequence.
+
+        Defaults to True. A layer that every tensor-parallel rank holds reads its own tokens alone.
+        """
+        return True
+
     def check_layout(self, layout: ParallelLayout) -> None:  # noqa: B027 - most need no check
         """Refuses a layout that cannot cut the mixer. Accepts every layout by default.
 

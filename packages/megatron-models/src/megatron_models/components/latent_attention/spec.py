@@ -181,6 +181,11 @@ class LatentAttentionSpec(LatentAttentionConfig, NormConfig, Mixer):
         """Returns the first projection of queries."""
         return "q_down" if self.q_lora_rank else "q"
 
+    @property
+    def gathers_input(self) -> bool:
+        """Whether queries have no latent, whose projection every rank holds."""
+        return not self.q_lora_rank
+
     def check_layout(self, layout: ParallelLayout) -> None:
         """Refuses tensor-parallel sizes that do not divide the heads."""
         check_divisible(self, "num_attention_heads", "tp", layout.tp)

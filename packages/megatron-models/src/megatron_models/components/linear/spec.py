@@ -48,3 +48,8 @@ class LinearSpec(StreamConfig, Mixer):
     def input_saved_by(self, layer_pass: LayerPass) -> str | None:
         """Returns the linear layer."""
         return "linear"
+
+    @property
+    def gathers_input(self) -> bool:
+        """Whether the linear layer gathers its input: no."""
+        return False
