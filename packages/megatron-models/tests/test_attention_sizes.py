@@ -176,6 +176,13 @@ def test_each_layer_has_its_communication(small):
         assert [parallel.comm_of(layer) for layer in range(3)] == [*names]
 
 
+def test_a_pool_exchanges_heads_over_all_of_its_ranks(small):
+    mixers = small(hidden_size=36, num_attention_heads=3).mixers
+    assert check_context_parallel(mixers, 2, ParallelLayout(dp=2), "a2a") == ("a2a",) * 2
+    with pytest.raises(LayoutError, match=r"3 heads on each tensor-parallel rank .* over 2"):
+        check_context_parallel(mixers, 2, ParallelLayout(dp=2, hybrid_cp=True), "a2a")
+
+
 @pytest.mark.parametrize(
     ("heads", "layout", "comm", "message"),
     [

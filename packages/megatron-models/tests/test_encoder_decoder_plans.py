@@ -115,6 +115,10 @@ def test_one_stage_holds_both_sides():
             "use 5 stages",
         ),
         ((2, 4), {"split": (range(6),)}, "the split has 1 stages, but the pipeline has 4"),
+        (
+            *((2, 4), {"split": (range(6),), "encoder_stages": 1}),
+            "split and encoder_stages exclude each other; leave one out",
+        ),
     ],
 )
 def test_sides_that_do_not_divide_are_refused(sides, options, words):

@@ -40,6 +40,15 @@ def test_a_record_of_an_encoder_decoder_from_before_t5_has_three_embeddings():
     assert config_of(SimpleNamespace(**record_of(config))) == config
 
 
+@pytest.mark.parametrize("name", ["gpt", "t5"])
+def test_a_record_of_a_newer_version_is_refused(name):
+    kind, fields = find_kind(name), dict(SMALL)
+    assert kind.read(fields, 1) == kind.config(**fields)
+    message = f"kind '{name}' has version 2, but the installed package reads up to version 1; inst"
+    with pytest.raises(ConfigError, match=message):
+        kind.read(fields, 2)
+
+
 def test_a_kind_that_is_not_installed_is_reported_with_a_remedy():
     message = r"no kind of model 'gtp'; did you mean 'gpt'\?; installed are .*gpt.*; install the"
     with pytest.raises(ConfigError, match=message):
