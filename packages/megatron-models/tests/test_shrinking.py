@@ -105,6 +105,13 @@ def test_sizes_that_nothing_reads_are_kept() -> None:
     assert small.sliding_window == 0
 
 
+def test_sizes_that_others_determine_are_determined_again() -> None:
+    model = GPTConfig(**SIZES, num_layers=1, num_attention_heads=32, kv_channels=64, use_mup=True)
+    assert model.mup_base_hidden_size == 4096
+    small = shrunk(model, lambda _: True)
+    assert small.mup_base_hidden_size == small.hidden_size < 64
+
+
 def test_a_window_that_no_sample_exceeds_is_kept() -> None:
     model = dataclasses.replace(LLAMA, num_layers=1, sliding_window=4096)
     assert shrunk(model, fits(1), 4096).sliding_window == 4096
