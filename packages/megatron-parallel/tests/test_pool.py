@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,7 +97,8 @@ def test_every_call_starts_from_the_same_state(
     worker_pool: WorkerPool, tmp_path, monkeypatch
 ) -> None:
     def draw(rank: Rank):
-        state = torch.rand(1).item(), random.random(), torch.get_default_dtype(), str(Path.cwd())
+        state = torch.rand(1).item(), random.random(), np.random.rand()
+        state = *state, torch.is_grad_enabled(), torch.get_default_dtype(), str(Path.cwd())
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
         return *state, torch.get_num_threads()
@@ -104,7 +106,7 @@ def test_every_call_starts_from_the_same_state(
     monkeypatch.chdir(tmp_path)
     first = worker_pool.run(draw)
     assert first[0] == first[1] == worker_pool.run(draw)[0]
-    assert first[0][2:] == (torch.float32, str(tmp_path), 1)
+    assert first[0][3:] == (True, torch.float32, str(tmp_path), 1)
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback(worker_pool: WorkerPool) -> None:
