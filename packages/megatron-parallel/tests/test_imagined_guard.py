@@ -219,7 +219,7 @@ def test_an_event_is_reached_later_and_reading_it_before_is_a_wait():
         assert waits == ["event"]
 
 
-ON_CUDA = """
+ON_CUDA = '''
 from megatron_parallel.imagined import NoGuardError, load_guard
 try:
     load_guard()
@@ -248,7 +248,59 @@ with imagined_device("cuda") as ledger:
     copy.read()
 print(total, dict(ledger.blocking_copies), len(ledger.waits), ledger.kernels["_fused_rms_norm"],
       ledger.kernels["_scaled_dot_product_flash_attention_backward"], weight.grad.shape)
-"""
+
+
+def counted(act):
+    """Returns the result, the kernels and the element-wise bytes."""
+    ledger.clear()
+    result = act()
+    return result, dict(ledger.kernels), ledger.bytes_moved.total()
+
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True)
+
+
+FLASH, EFFICIENT = (f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient"))
+with imagined_device("cuda") as ledger:
+    assert torch.cuda.get_device_properties(0).total_memory == 80 << 30
+    x, weight, n = tensor(3, 256), tensor(256), 3 * 256 * 2
+    y, *found = counted(lambda: functional.silu(x))
+    assert found == [{"silu": 1}, 2 * n], found
+    grad = torch.empty_like(y)
+    _, *found = counted(lambda: torch.autograd.grad(y, x, grad))
+    assert found == [{"silu_backward": 1}, 3 * n], found
+    y, *found = counted(lambda: functional.rms_norm(x, (256,), weight))
+    assert found == [{"_fused_rms_norm": 1}, 2 * n + 2 * 256 + 4 * 3], found
+    _, *found = counted(lambda: torch.autograd.grad(y, [x, weight], grad))
+    assert found == [{"_fused_rms_norm_backward": 1}, 3 * n + 2 * 2 * 256 + 4 * 3], found
+
+    attend = functional.scaled_dot_product_attention
+    q, k, v = tensor(1, 8, 4, 16), tensor(1, 2, 4, 16), tensor(1, 2, 4, 16)
+    y, kernels, _ = counted(lambda: attend(q, k, v, is_causal=True, enable_gqa=True))
+    assert kernels == {FLASH: 1} and ledger.flops == 2 * (2 * 8 * 4 * 4 * 16), kernels
+    grad = torch.empty_like(y)
+    _, kernels, _ = counted(lambda: torch.autograd.grad(y, [q, k, v], grad))
+    assert kernels[f"{FLASH}_backward"] == 1 and kernels["sum"] == 2, kernels
+    wide = [t.detach().float() for t in (q, k, v)]
+    mask = torch.ones(4, 4, dtype=torch.bool, device="cuda")
+    for given in (lambda: attend(*wide, enable_gqa=True), lambda: attend(q, q, q, mask),
+                  lambda: attend(q, q, tensor(1, 8, 4, 8))):
+        y, kernels, _ = counted(given)
+        assert kernels[EFFICIENT] == 1 and FLASH not in kernels, kernels
+    _, kernels, _ = counted(lambda: attend(*(t.double() for t in wide), enable_gqa=True))
+    assert not {FLASH, EFFICIENT} & {*kernels}, kernels
+
+    ledger.clear()
+    torch.cuda.synchronize()
+    x.detach().cpu()
+    x.detach().to("cpu", non_blocking=True)
+    causes = [cause.partition(" at ")[0] for cause in ledger.waits.elements()]
+    assert causes == ["synchronize", "copy to the host"], causes
+    before = ledger.storages.live
+    one = torch.empty(1, device="cuda")
+    assert ledger.storages.live - before == 512
+'''
 
 
 def test_an_imagined_cuda_device_runs_kernels_of_cuda_and_counts_waits_and_copies(tmp_path):
