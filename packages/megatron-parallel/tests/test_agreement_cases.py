@@ -146,13 +146,14 @@ def test_the_first_rank_names_the_missing_ones() -> None:
 
 
 def test_requests_have_a_deadline_of_their_own_and_errors_are_raised() -> None:
-    answered = threading.Event()
+    answered, abandonable = threading.Event(), list[bool]()
 
     class Store:
         """Answers once it may; fails for a key that does not exist."""
 
         def __getattr__(self, name: str) -> Callable[..., Any]:
             def answer(*arguments: Any) -> Any:
+                abandonable.append(threading.current_thread().daemon)
                 answered.wait(HANG)
                 if arguments[0] == "absent":
                     raise KeyError("absent")
@@ -170,3 +171,4 @@ def test_requests_have_a_deadline_of_their_own_and_errors_are_raised() -> None:
     assert (patient.add("a", 1), patient.get("a"), patient.check(["a"])) == (3, b"x", True)
     with pytest.raises(KeyError, match="absent"):
         patient.get("absent")
+    assert all(abandonable)  # a process ends without them

@@ -88,6 +88,15 @@ def test_a_collective_is_counted_when_it_starts_and_waited_for_once() -> None:
     assert dog.calls[-1] == "watch a bucket on tp"
 
 
+def test_messages_that_were_not_sent_count_as_zero() -> None:
+    traffic = Traffic()
+    assert traffic.of("tp", "all_reduce") == ("tp", "all_reduce", 0, 0)
+    traffic.add("tp", "all_reduce", 24)
+    traffic.add("tp", "all_reduce", 8)
+    assert traffic.of("tp", "all_reduce") == ("tp", "all_reduce", 2, 32)
+    assert traffic.of("dp", "all_reduce").calls == 0 and len(traffic.records) == 1
+
+
 def test_a_failed_block_is_not_watched_and_errors_of_the_caller_stay() -> None:
     dog = Dog()
     axis = axis_of(dog)

@@ -204,6 +204,10 @@ def test_a_document_is_cut_only_if_that_balances_the_work() -> None:
     first = plan_pool([8, 2], pool=2, capacity=100)
     assert [(len(row.ranks), row.documents) for row in first.rows] == [(2, (0,)), (1, (1,))]
     assert first.imbalance == 1.2
+    # Up to 1.05 times the average work, nothing is cut: 21 of 20, but not 22.
+    for lengths, sizes in (([21, 19], [1, 1]), ([22, 18], [2])):
+        rows = plan_pool(lengths, pool=2, capacity=100).rows
+        assert [len(row.ranks) for row in rows] == sizes
     equal = plan_pool([6, 6], pool=2, capacity=100)
     assert [len(row.ranks) for row in equal.rows] == [1, 1]
     # Work of a pair of tokens: 4 + 10 pairs, and twice 2 + 3 pairs.

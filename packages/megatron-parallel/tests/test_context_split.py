@@ -77,20 +77,32 @@ def test_every_index_is_on_one_rank_and_all_ranks_hold_equally_many(
 
 
 @settings(max_examples=60, deadline=None)
-@given(packed(), st.sampled_from([None, 1, 3]), st.booleans(), st.sampled_from([None, 2]))
+@given(
+    packed(),
+    st.sampled_from([None, 1, 3]),
+    st.booleans(),
+    st.sampled_from([None, 2]),
+    st.sampled_from([None, None, 1, 2, 5]),
+)
 def test_the_blocks_of_a_ring_cover_the_mask(
-    sample: tuple[torch.Tensor, int], window: int | None, causal: bool, prefix: int | None
+    sample: tuple[torch.Tensor, int],
+    window: int | None,
+    causal: bool,
+    prefix: int | None,
+    chunk: int | None,
 ) -> None:
     """Each allowed pair is in exactly one block, and no other pair is in any."""
     ids, ranks = sample
     b, length = ids.shape
-    mask = SequenceMask(ids, causal=causal, window=window, prefix=prefix)
+    mask = SequenceMask(ids, causal=causal, window=window, prefix=prefix, chunk=chunk)
     query, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
     wanted = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
     if causal:
         wanted &= (key <= query) | (key < (prefix or 0))
     if window is not None:
         wanted &= (query - key).abs() < window
+    if chunk is not None:
+        wanted &= query // chunk == key // chunk
     for split in (ContextSplit.zigzag(length, ranks), ContextSplit.per_document(ids, ranks)):
         found = torch.zeros(b, length, length, dtype=torch.int64)
         for rank in range(ranks):
@@ -214,6 +226,31 @@ def test_no_mask_is_needed_inside_one_document_and_padding_is_skipped() -> None:
         plan = plan_ring(SequenceMask(ids), split, 0)
         whole = [block.mask.all_allowed for blocks in plan.blocks[1:] for block in blocks]
         assert whole == ([] if number < 0 else [True] * 3)
+
+
+@pytest.mark.parametrize(
+    ("mask", "whole"),
+    [
+        (SequenceMask(), [True]),
+        (SequenceMask(causal=False), [True]),
+        (SequenceMask(window=56), [True]),
+        (SequenceMask(window=55), [False]),  # of the tokens 63 and 8
+        (SequenceMask(chunk=64), [True]),
+        (SequenceMask(chunk=56), []),
+        (SequenceMask(chunk=12), [False]),  # the tokens 60 to 63 are in another chunk
+        (SequenceMask(chunk=16, causal=False), [True, True]),
+        (SequenceMask(chunk=12, causal=False), [False, False]),
+        (SequenceMask(prefix=8), [True]),
+        (SequenceMask(prefix=9), [False, True]),  # the token 8 is visible to all
+    ],
+    ids=str,
+)
+def test_blocks_that_need_no_mask_are_known(mask: SequenceMask, whole: list[bool]) -> None:
+    """Rank 0 of 4 has the tokens 0 to 7 and 56 to 63; rank 1 has 8 to 15 and 48 to 55."""
+    split = ContextSplit.zigzag(64, 4)
+    for each in (split, ContextSplit(split.indices)):
+        blocks = plan_ring(mask, each, 0).blocks[1]
+        assert [block.mask.all_allowed for block in blocks] == whole
 
 
 def test_blocks_of_different_documents_are_skipped() -> None:

@@ -42,16 +42,25 @@ def expected(
 
 
 def cut(
-    mesh: Mesh, padded: int, dtype: torch.dtype, smoothing: float = 0.0, softcap: float = 0.0
+    mesh: Mesh,
+    padded: int,
+    dtype: torch.dtype,
+    smoothing: float = 0.0,
+    softcap: float = 0.0,
+    compiles: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns loss and gradient of this rank's columns; the padding has the largest logits."""
+    """Returns loss and gradient of this rank's columns; the padding has the largest logits.
+
+    With `compiles` it runs, eagerly, what a compiler would trace.
+    """
     logits, targets, upstream = problem(dtype)
     axis = mesh.axis("tp")
     filled = functional.pad(logits, (0, padded - VOCAB), value=50.0)
     part = filled.chunk(axis.size, -1)[axis.index].clone().requires_grad_()
     before = part.detach().clone()
     options = {"label_smoothing": smoothing, "softcap": softcap}
-    loss = vocab_parallel_cross_entropy(part, targets, axis, VOCAB, **options)
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: compiles):
+        loss = vocab_parallel_cross_entropy(part, targets, axis, VOCAB, **options)
     loss.backward(upstream.to(loss.dtype))
     assert torch.equal(part.detach(), before) and part.grad is not None
     return loss.detach(), part.grad
@@ -87,7 +96,23 @@ def test_ranks_equal_torch(
     worker_pool: WorkerPool, ranks: int, padded: int, dtype: torch.dtype
 ) -> None:
     layout = ParallelLayout(tp=ranks)  # of 4 x 16 columns, those of the last rank are all padding
-    check(worker_pool.run_mesh(layout, cut, padded, dtype, ranks=ranks), dtype)
+    found = worker_pool.run_mesh(layout, both_cut, padded, dtype, ranks=ranks)
+    for results in zip(*found, strict=True):
+        check(list(results), dtype)
+
+
+def both_cut(mesh: Mesh, padded: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
+    """Returns the results of `cut`, and those of the code for a compiler."""
+    return [cut(mesh, padded, dtype, compiles=compiles) for compiles in (False, True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("smoothing", "softcap"), [(0.0, 0.0), (0.1, 0.0), (0.1, 3.0)])
+def test_code_for_a_compiler_equals_torch(
+    single: Mesh, smoothing: float, softcap: float, dtype: torch.dtype
+) -> None:
+    for padded in (VOCAB, 48):
+        check([cut(single, padded, dtype, smoothing, softcap, True)], dtype, smoothing, softcap)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

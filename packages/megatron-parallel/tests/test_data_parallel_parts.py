@@ -78,6 +78,18 @@ def test_buckets_have_the_dtype_of_their_gradients() -> None:
         assert tuple(plan.dtype for plan in plans) == dtypes
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gloo_may_overwrite_the_whole_bucket(sharded: bool) -> None:
+    mesh = Mesh(ParallelLayout(dp=2), 1, groups={(0, 1): object()})  # type: ignore[dict-item]
+    config = DataParallelConfig(use_distributed_optimizer=sharded)
+    weights, table = {"w": nn.Parameter(torch.ones(70))}, {"w": Sharding((70,))}
+    (bucket,) = GradientBuffers(weights, table, mesh, config).buckets
+    assert bucket.flat is not None and bucket.shard is not None
+    assert (len(bucket.flat), len(bucket.shard)) == (128, 64)
+    assert bucket.shard.data_ptr() == bucket.flat[64:].data_ptr()
+    assert bucket.overwritten is bucket.flat
+
+
 CALLS = {
     "begin()": lambda buffers: buffers.begin(),
     "collect_gradients()": lambda buffers: buffers.collect_gradients(),

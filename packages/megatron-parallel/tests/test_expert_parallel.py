@@ -138,6 +138,7 @@ def through_ranks(mesh: Mesh, way: Way) -> dict[str, Tensor]:
     dispatcher = build_dispatcher(way.name, mesh, EXPERTS, OPS, rank_capacity_factor=way.factor)
     route = dispatcher.route(experts, way.limits)
     assert (route.overflow is None) == (way.factor is None) and not route.overflow
+    assert route.changes == (way in (WAYS["alltoall"], WAYS["alltoall, experts with 5 tokens"]))
     dispatch = route.dispatch(tokens, weights)
     rows, counts, has_tail = dispatch.wait()
     sizes = counts.tolist()
@@ -302,8 +303,16 @@ def exchanged(mesh: Mesh) -> tuple[Tensor, Tensor]:
     counts = torch.tensor([[axis.index, 1], [2, 0], [0, 0], [1, axis.index]])
     theirs = exchange_counts(counts, axis)
     send, receive = (tuple(c.sum(1).tolist()) for c in (counts, theirs))
-    rows = torch.full((sum(send), 1), float(axis.index), dtype=torch.bfloat16)
-    return theirs, start_all_to_all(rows, RowSplits(axis, send, receive, "rows")).wait()
+    rows = torch.full((sum(send), 1), float(axis.index), dtype=torch.bfloat16).requires_grad_()
+    splits = RowSplits(axis, send, receive, "rows")
+    found = start_all_to_all(rows, splits).wait()
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
+        compiled = start_all_to_all(rows, splits).wait()
+    assert torch.equal(compiled, found)
+    (compiled * (axis.index + 1)).sum().backward()  # type: ignore[no-untyped-call]
+    back = [r + 1.0 for r, count in enumerate(send) for _ in range(count)]
+    assert rows.grad is not None and rows.grad.flatten().tolist() == back
+    return theirs, found.detach()
 
 
 def test_rows_are_received_in_the_order_of_the_axis(worker_pool: WorkerPool) -> None:

@@ -93,6 +93,15 @@ def test_an_interleaver_is_refused_where_nothing_is_in_flight(single: Mesh) -> N
     assert len(alone.dispatch(torch.ones(4, 1), torch.ones(4, 2), PassInterleaver()).wait().rows)
 
 
+def test_passes_of_compiled_code_are_not_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    rows, splits = torch.ones(3, 2), RowSplits(FIRST.axis("ep"), (1, 2), (3, 0), "rows")
+    with pytest.raises(LayoutError, match="cannot be interleaved; leave out --compile"):
+        start_all_to_all(rows, splits, PassInterleaver())
+    with pytest.raises(LayoutError, match="axis 'ep' of 2 ranks has no process group"):
+        start_all_to_all(rows, splits)  # sends
+
+
 def test_the_first_rows_of_each_rank_get_slots() -> None:
     """Rows 0 to 2 go to rank 0, rows 3 to 5 to rank 1, and the last two to none."""
     slots = assign_slots(torch.tensor([[2, 1], [0, 3]]), 8, 2)

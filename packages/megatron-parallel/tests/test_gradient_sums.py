@@ -1,7 +1,7 @@
 """Sums of gradients: over near and far ranks, in each precision, and checks for finite values."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
@@ -177,6 +177,9 @@ def test_gradients_are_accumulated_in_bf16_only_on_request(single: Mesh) -> None
 
     assert added(DataParallelConfig()) == 259.0
     assert added(IN_BF16) == 256.0
+    # One rank sends nothing, so nothing is rounded.
+    sent = replace(IN_BF16, ddp_reduce_scatter_with_fp32_accumulation=True)
+    assert added(sent) == 259.0
     with pytest.raises(LayoutError, match="add --grad-reduce-in-bf16"):
         DataParallelConfig(ddp_reduce_scatter_with_fp32_accumulation=True)
 

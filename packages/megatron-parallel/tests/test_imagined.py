@@ -29,6 +29,7 @@ from megatron_parallel.imagined import (
     imagined_device,
     read_integers,
 )
+from megatron_parallel.imagined.cuda_kernels import cuda_kernels
 from megatron_parallel.imagined.functions import Queue, cuda_functions, host_memory
 from megatron_parallel.imagined.ledger import DeviceLedger
 from megatron_parallel.imagined.reading import read_numbers
@@ -412,6 +413,24 @@ def test_functions_of_torch_cuda_describe_one_device_with_one_stream():
             with pytest.raises(LayoutError, match="captures no graphs: run without CUDA graphs"):
                 refused()
     assert host_memory() > 2**20 and host_memory() % 4096 == 0
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_functions_on_the_host_are_those_of_torch(monkeypatch, compiles: bool):
+    q, x = torch.rand(1, 2, 3, 4), torch.rand(3, 4)
+    weight = torch.rand(4)
+    calls = (
+        lambda f: f.scaled_dot_product_attention(q, q, q, is_causal=True),
+        lambda f: f.rms_norm(x, (4,), weight, 1e-3),
+        lambda f: f.silu(x),
+    )
+    expected = [call(torch.nn.functional) for call in calls]
+    counted = DeviceLedger("cuda", StorageLedger())
+    with cuda_kernels(counted):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiles)
+        found = [call(torch.nn.functional) for call in calls]
+    torch.testing.assert_close(found, expected)
+    assert not counted.kernels
 
 
 def test_an_event_is_reached_after_work_that_another_wait_completed():

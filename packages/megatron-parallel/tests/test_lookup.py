@@ -92,6 +92,20 @@ def test_autograd_grad_returns_the_gradient_of_a_fused_weight(single: Mesh) -> N
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 
 
+def test_a_row_that_many_tokens_select_has_an_exact_gradient_in_bf16(single: Mesh) -> None:
+    """512 times 1: bf16 has 8 bits, so sums in it stay at 256."""
+    layer = VocabParallelEmbedding(VOCAB, H, single, dtype=torch.bfloat16)
+    initialize_parameters(layer, seed=1, mesh=single)
+    tokens = torch.full((2, 260), 3)
+    tokens[1, :8] = torch.arange(8) + 10
+    found = layer(tokens)
+    assert torch.equal(found, layer.weight[tokens])
+    found.sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad[3].eq(512).all() and layer.weight.grad[10:18].eq(1).all()
+    assert layer.weight.grad.sum(1).count_nonzero() == 9
+
+
 def test_a_copy_of_a_layer_leaves_gradients_to_autograd(single: Mesh) -> None:
     layer = VocabParallelEmbedding(VOCAB, H, single, lookup=Rows(), dtype=torch.float64)
     buffers = GradientBuffers(layer.named_parameters(), collect_shardings(layer), single)

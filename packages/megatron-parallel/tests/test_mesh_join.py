@@ -17,7 +17,7 @@ from megatron_parallel import (
     _compat,
     bind_meshes,
 )
-from megatron_parallel.mesh import Grid, GridMesh, bind_grids, rendezvous
+from megatron_parallel.mesh import Grid, GridMesh, bind_grids, job, rendezvous
 from megatron_parallel.mesh.devices import device_identity, local_device
 from megatron_parallel.mesh.rendezvous import init_default_group
 
@@ -65,6 +65,16 @@ def test_a_refused_rank_leaves_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LayoutError, match=r"^images needs ranks 1-2, but the job has 1 ranks$"):
         bind_grids({"images": Grid(("x",), (2,), first_rank=1)}, timeout=MINUTE)
     assert not dist.is_initialized()
+
+    for error in (LayoutError("ranks disagree"), CollectiveError("rank 1 did not join")):
+
+        def differ(*_: Any, failure: Exception = error, **__: Any) -> None:
+            raise failure
+
+        with monkeypatch.context() as patch, pytest.raises(type(error), match=str(error)):
+            patch.setattr(job, "agree", differ)
+            Mesh.bind(ParallelLayout(), timeout=MINUTE)
+        assert not dist.is_initialized()
 
     def lost(*_: Any) -> None:
         raise RuntimeError("[x.cc:1] Connection closed by peer. More")

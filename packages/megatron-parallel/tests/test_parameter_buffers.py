@@ -183,8 +183,10 @@ def test_a_stage_waits_for_tied_weights_before_anything_runs() -> None:
         def __init__(self, events: list[str]) -> None:
             super().__init__()
             self.block, self.embedding = Layer("block", events), Layer("embedding", events)
+            self.events = events
 
         def forward(self, x: Tensor) -> Tensor:
+            self.events.append("forward stage")
             return self.block(x) @ self.embedding.weight  # without calling its owner
 
     events: list[str] = []
@@ -199,8 +201,9 @@ def test_a_stage_waits_for_tied_weights_before_anything_runs() -> None:
     with slow_collectives(model, events):
         shards.start_gather()
         assert model(torch.ones(1, WIDTH, dtype=torch.float64)).isfinite().all()
-    assert events[2:5] == [
+    assert events[2:6] == [
         "has weights embedding.weight",
+        "forward stage",
         "has weights block.weight",
         "forward block",
     ]

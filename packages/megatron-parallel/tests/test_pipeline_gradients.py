@@ -1,11 +1,25 @@
 """When `ChunkGradients` reduces buckets, and which stage mappings a `PipelineEngine` accepts."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron_parallel import LayoutError, Mesh, ParallelLayout, Sharding, TrainableChunks
-from megatron_parallel.pipeline import BackwardPass, ChunkGradients, PipelineEngine
+from megatron_parallel import (
+    DataParallelConfig,
+    LayoutError,
+    Mesh,
+    ParallelLayout,
+    Sharding,
+    TrainableChunks,
+)
+from megatron_parallel.pipeline import (
+    BackwardPass,
+    ChunkGradients,
+    FullyShardedChunks,
+    PipelineEngine,
+)
 from megatron_parallel.testing import WorkerPool
 from torch import nn
 
@@ -100,6 +114,83 @@ def sums_of_two_steps(mesh: Mesh) -> list[Any]:
 def test_chunks_have_the_gradients_of_all_ranks_after_finish(worker_pool: WorkerPool) -> None:
     for found in worker_pool.run_mesh(ParallelLayout(dp=2), sums_of_two_steps):
         assert found == [[[3.0, 3.0]], [[6.0, 6.0]]]
+
+
+def holding_shards(rank: int, **settings: bool) -> tuple[list[nn.Module], TrainableChunks]:
+    """Returns the chunks of both ends of a V, which share a weight, on a data-parallel rank."""
+    tied = Weighted()
+    chunks: list[nn.Module] = [nn.ModuleDict({end: Weighted(), "tied": tied}) for end in "ab"]
+    mesh = Mesh(replace(V2, dp=2), rank, groups={(0, 1): object()})  # type: ignore[dict-item]
+    config = DataParallelConfig(use_distributed_optimizer=True, **settings)
+    unit = settings.get("overlap_param_gather")
+    found = TrainableChunks(
+        chunks,
+        mesh,
+        config,
+        units=(lambda chunk: [chunk]) if unit else None,
+        waits_by_unit=bool(unit) and rank == 1,
+    )
+    return chunks, found
+
+
+def test_shards_are_those_of_each_chunk_and_of_what_chunks_share() -> None:
+    names = [["a.weight"], ["b.weight"], ["tied.weight"]]
+    for rank, held in ((0, names), (1, [[], [], []])):  # a weight fits into the first shard
+        chunks, found = holding_shards(rank)
+        assert [list(each.local_shards()) for each in found.shards] == held
+        assert [list(each.regions()) for each in found.shards] == names
+        assert not any(m._forward_pre_hooks for chunk in chunks for m in chunk.modules())
+        assert list(found.parameters) == ["a.weight", "tied.weight", "b.weight"]
+    plain = TrainableChunks([Weighted()], Mesh(ParallelLayout(dp=2), 0))
+    assert plain.shards == [] and plain.shard_gradients() is not None
+
+
+@pytest.mark.parametrize(("rank", "waiting"), [(0, ["a", "tied", "b"]), (1, ["", ""])])
+def test_modules_or_units_wait_for_their_weights(rank: int, waiting: list[str]) -> None:
+    chunks, _ = holding_shards(rank, overlap_param_gather=True)
+    hooks = [n for c in chunks for n, m in c.named_modules() if m._forward_pre_hooks]
+    assert sorted(set(hooks), key=waiting.index) == list(dict.fromkeys(waiting))
+    assert hooks.count("tied") == (2 if rank == 0 else 0)
+
+
+def test_fully_sharded_chunks_need_weights_and_passes_of_their_own() -> None:
+    tied = Weighted()
+    chunks = [nn.ModuleDict({end: Weighted(), "tied": tied}) for end in "ab"]
+    with pytest.raises(LayoutError, match=r"^'tied\.weight' belongs to two stages of one rank"):
+        FullyShardedChunks(Mesh(replace(V2, dp=2), 0), chunks, [(), ()], {})
+    begun: list[tuple[str, bool]] = []
+    made = object.__new__(FullyShardedChunks)  # without process groups
+    made._of_stage = {  # type: ignore[assignment]
+        stage: SimpleNamespace(begin=lambda *, last, stage=stage: begun.append((stage, last)))
+        for stage in (0, 3)
+    }
+    for stage, last in ((3, False), (0, True)):
+        with made.around_backward(BackwardPass(stage, 1, last=last)):
+            pass
+    assert begun == [(3, False), (0, True)]
+    with pytest.raises(LayoutError, match="fully sharded training needs whole backward passes"):
+        made.around_backward(BackwardPass(0, 0, last=False, split=True))
+
+
+def test_fully_sharded_chunks_sum_what_stages_share_last_in_the_order_of_names() -> None:
+    calls: list[str] = []
+
+    def chunk(name: str, tied: list[str]) -> Any:
+        return SimpleNamespace(
+            tied=tied,
+            sum_partial=lambda: calls.append(f"partial {name}"),
+            sum_over_stages=lambda each: calls.append(f"{each} of {name}"),
+            gradients=lambda: {name: torch.ones(1)},
+            zero=lambda: calls.append(f"zero {name}"),
+        )
+
+    made = object.__new__(FullyShardedChunks)  # without process groups
+    made.buffers = [chunk("one", ["c", "a"]), chunk("two", ["b"])]
+    made.finish()
+    assert calls == ["partial one", "partial two", "a of one", "b of two", "c of one"]
+    assert list(made.gradients()) == ["one", "two"]
+    made.zero()
+    assert calls[5:] == ["zero one", "zero two"]
 
 
 def engine(mesh: Mesh, schedule: str) -> PipelineEngine:

@@ -205,6 +205,7 @@ def test_adapters_of_experts_merge_into_the_weight_of_each_expert() -> None:
             torch.testing.assert_close(merged[expert, half], expected)
     flat = LORA.merged_weight((weight[0], a[0], b[0]))
     torch.testing.assert_close(flat, merged[0])
+    assert PLAIN.merged_weight((weight,)) is weight
 
 
 def test_a_layer_alone_and_in_a_model_has_the_names_of_its_parameters(single: Mesh) -> None:

@@ -163,13 +163,13 @@ def _values(init: Init, shape: tuple[int, ...], generator: Generator) -> Tensor:
 
 
 def _blocks(sharding: Sharding, box: Box) -> Iterator[tuple[int, Box]]:
-    """Yields index and box of each block that overlaps `box`; a scalar is one block."""
+    """Yields index and box of each block that overlaps a box of elements; a scalar is one block."""
     shape = sharding.shape
     if not shape:
         yield 0, Box((), ())
         return
     dim = sharding.block_dim
-    rows = max(1, BLOCK_NUMEL // max(1, prod(shape) // shape[dim]))
+    rows = max(1, BLOCK_NUMEL // (prod(shape) // shape[dim]))
     start, stop = box.offsets[dim], box.offsets[dim] + box.lengths[dim]
     for number in range(start // rows, -(-stop // rows)):
         first = number * rows
