@@ -135,6 +135,9 @@ def all_errors(mesh: Mesh, names: list[str]) -> dict[str, float]:
             found[f"{way}, {groups} groups"] = errors(mesh, *case)
     for way in ("ring", "gathered"):
         found[f"{way}, wide values"] = errors(mesh, way, MASKS["causal"], splits["zigzag"], 4, 6)
+    with patch.object(torch.compiler, "is_compiling", lambda: True):  # messages of a graph
+        case = ("ring", MASKS["documents"], splits["zigzag"], 4)
+        found["ring, for a compiler"] = errors(mesh, *case)
     return found
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from megatron_parallel import LayoutError, Mesh, ParallelLayout
+from megatron_parallel.collectives.traffic import Traffic
 from megatron_parallel.expert_parallel import (
     RowLimits,
     RowOps,
@@ -18,6 +19,7 @@ from megatron_parallel.expert_parallel import (
     uncompiled,
 )
 from megatron_parallel.expert_parallel.slots import clipped, order_by_expert, refused
+from megatron_parallel.imagined import imagined_device
 from megatron_parallel.pipeline import PassInterleaver
 from torch import Tensor
 
@@ -91,6 +93,34 @@ def test_an_interleaver_is_refused_where_nothing_is_in_flight(single: Mesh) -> N
         gathered.dispatch(torch.ones(4, 1), torch.ones(4, 2), PassInterleaver())
     alone = build_dispatcher("alltoall", single, 3, OPS).route(EXPERTS)
     assert len(alone.dispatch(torch.ones(4, 1), torch.ones(4, 2), PassInterleaver()).wait().rows)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "rows"),
+    [
+        (ParallelLayout(ep=4, dp=4), 0, 4 * 3),
+        (ParallelLayout(ep=4, dp=4), 1, 4 * 3),
+        (ParallelLayout(ep=4, dp=4), 2, 4 * 2),
+        (ParallelLayout(tp=2, ep=2, dp=2), 3, 2 * 2 * 5),  # gathered from two ranks
+    ],
+    ids=str,
+)
+def test_experts_have_equal_loads_where_no_numbers_exist(
+    layout: ParallelLayout, rank: int, rows: int
+) -> None:
+    """Ten choices of five tokens: 3, 3, 2 and 2 for each of four ranks, or 5 for each of two."""
+    with Mesh.imagined(layout, rank) as mesh, imagined_device("cpu") as ledger:
+        dispatcher = build_dispatcher("alltoall", mesh, 4, OPS)
+        traffic = Traffic()
+        mesh.axis("ep").ledger.open.append(traffic)
+        route = dispatcher.route(torch.zeros(5, 2, dtype=torch.int64))
+        ledger.clear()
+        dispatch = route.dispatch(torch.zeros(5, 3), torch.zeros(5, 2))
+        found = dispatch.wait()
+        assert found.rows.shape == (rows, 3) and not found.has_tail
+        assert dispatch.combine(found.rows).wait().shape == (5, 3)
+    assert traffic.of("ep", "all_to_all of dispatched tokens").nbytes == 10 * 3 * 4
+    assert route.changes and route.overflow is None
 
 
 def test_passes_of_compiled_code_are_not_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:

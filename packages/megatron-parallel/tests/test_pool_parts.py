@@ -1,16 +1,18 @@
 """Parts of the worker pool in one process: messages, failures, and the meshes of a rank."""
 
+import os
 import pickle
 import socket
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_parallel.errors import rank_list
-from megatron_parallel.testing import Rank, WorkerError, WorkerPool, wire
+from megatron_parallel.testing import Rank, WorkerError, WorkerPool, plugin, server, wire
 from megatron_parallel.testing.failures import Failure
 from megatron_parallel.testing.worker import MAX_MESHES
 
@@ -49,6 +51,61 @@ def test_an_error_names_the_causes_and_shows_all(failures: list[Failure], expect
 def test_a_pool_needs_a_rank() -> None:
     with pytest.raises(ValueError, match="max_ranks is 0; a pool needs at least 1 rank"):
         WorkerPool(0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected", "waits"),
+    [
+        ([(0, 0), (0, 0), (5, 7 << 8)], 7, 2),
+        ([(5, 9)], -9, 0),
+        ([(0, 0)] * 9, server.STILL_RUNNING, 5),
+    ],
+    ids=["exits", "killed", "still running"],
+)
+def test_the_fork_server_waits_for_a_worker_for_five_seconds(
+    monkeypatch: pytest.MonkeyPatch, answers: list[tuple[int, int]], expected: int, waits: int
+) -> None:
+    """Each wait takes a second here."""
+    now: list[float] = [100.0]
+
+    def waitpid(pid: int, flags: int) -> tuple[int, int]:
+        assert (pid, flags) == (5, os.WNOHANG)
+        return answers.pop(0)
+
+    def sleep(seconds: float) -> None:
+        assert 0 < seconds < 0.01
+        now[0] += 1.0
+
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(server.os, "waitpid", waitpid)
+    assert server._wait(5) == expected
+    assert now[0] == 100.0 + waits
+
+
+def test_pools_of_a_test_run_are_shared_by_equal_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
+
+    class Pool:
+        def __init__(self, ranks: int, **settings: Any) -> None:
+            made.append((ranks, *settings.values()))
+
+    monkeypatch.setattr("megatron_parallel.testing.pool.WorkerPool", Pool)
+    pools = plugin._Pools()
+    first = pools.get("cpu", 8)
+    assert pools.get("cpu", 8) is first and len(pools.pools) == 1
+    others = [
+        pools.get("cpu", 8, ("checked",)),
+        pools.get("cpu", 8, (), ("module",)),
+        pools.get("cuda", 2),
+    ]
+    assert len({id(pool) for pool in (first, *others)}) == 4
+    usual = ["pytest", "torch.distributed.tensor", "torch.distributed.pipelining"]
+    assert made == [
+        (8, "cpu", (), usual),
+        (8, "cpu", ("checked",), usual),
+        (8, "cpu", (), [*usual, "module"]),
+        (2, "cuda", (), usual),
+    ]
 
 
 def test_a_message_is_read_whole_though_it_arrives_in_parts() -> None:

@@ -1,5 +1,7 @@
 """Tensor-parallel layers on several ranks against plain torch on one, in float64."""
 
+from unittest import mock
+
 import pytest
 import torch
 from megatron_parallel import (
@@ -79,9 +81,12 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def train_once(
-    mesh: Mesh, sequence_parallel: bool, num_slices: int = 1
+    mesh: Mesh, sequence_parallel: bool, num_slices: int = 1, compiles: bool = False
 ) -> tuple[torch.Tensor, dict[str, Parts], dict[str, Parts]]:
-    """Returns loss per token, and parameters and gradients as (offsets, lengths, part)."""
+    """Returns loss per token, and parameters and gradients as (offsets, lengths, part).
+
+    With `compiles` the forward pass runs, eagerly, what a compiler would trace.
+    """
     model = Network(mesh, sequence_parallel)
     overlap_forward(model, num_slices)
     table = collect_shardings(model)
@@ -93,7 +98,8 @@ def train_once(
     tokens, targets, weights = batch()
     buffers = GradientBuffers(model.named_parameters(), table, mesh)
     assert len(fuse_gradient_accumulation([model], [buffers]).fused) == 5
-    loss = model(tokens, targets)
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: compiles):
+        loss = model(tokens, targets)
     (loss * weights).sum().backward()
     buffers.finish()
     grads = buffers.gradients()
@@ -155,6 +161,7 @@ def test_one_rank_equals_plain_torch(
 ) -> None:
     check([train_once(Mesh.single(), False)], reference)
     check([train_once(Mesh.single(), True)], reference)
+    check([train_once(Mesh.single(), True, compiles=True)], reference)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -165,7 +172,17 @@ def test_ranks_equal_plain_torch(
     ranks: int,
     sequence_parallel: bool,
 ) -> None:
-    check(worker_pool.run_mesh(TP[ranks], train_once, sequence_parallel, ranks=ranks), reference)
+    found = worker_pool.run_mesh(TP[ranks], train_both_ways, sequence_parallel, ranks=ranks)
+    for results in zip(*found, strict=True):
+        check(list(results), reference)
+
+
+def train_both_ways(mesh: Mesh, sequence_parallel: bool) -> list[Outcome]:
+    """Returns the results of eager code, and of that for a compiler, which forms no slices."""
+    return [
+        train_once(mesh, sequence_parallel, slices, compiles)
+        for slices, compiles in ((1, False), (4, True))
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
