@@ -3,6 +3,7 @@
 import os
 import pickle
 import socket
+import subprocess
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -80,6 +81,45 @@ def test_the_fork_server_waits_for_a_worker_for_five_seconds(
     monkeypatch.setattr(server.os, "waitpid", waitpid)
     assert server._wait(5) == expected
     assert now[0] == 100.0 + waits
+
+
+def test_the_end_of_a_worker_is_described() -> None:
+    pool = object.__new__(WorkerPool)  # without a server
+    for status, text in (
+        (7, "exited with status 7"),
+        (-9, "died of signal 9 (SIGKILL)"),
+        (server.STILL_RUNNING, "closed its connection but did not exit"),
+    ):
+        asked: list[tuple[bytes, int]] = []
+        worker = SimpleNamespace(pid=5)
+
+        def ask(kind: bytes, number: int, status: int = status, asked: Any = asked) -> int:
+            asked.append((kind, number))
+            return status
+
+        pool._ask = ask  # type: ignore[assignment, method-assign]
+        assert pool._status(worker) == text  # type: ignore[arg-type]
+        assert asked == [(b"W", 5)]
+        assert worker.pid == (5 if "did not exit" in text else 0)  # which is ended later
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_lost_fork_server_is_reported(ended: bool) -> None:
+    def wait(seconds: float) -> int:
+        if ended:
+            return 3
+        raise subprocess.TimeoutExpired("python", seconds)
+
+    pool, closed = object.__new__(WorkerPool), list[bool]()
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    pool._connection, pool._server = ours, SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    pool.close = lambda: closed.append(True)  # type: ignore[method-assign]
+    how = "exited with status 3" if ended else "did not answer within 120 s"
+    with ours, pytest.raises(RuntimeError) as caught:
+        pool._ask(b"F", 0)
+    assert str(caught.value) == f"the pool's fork server {how}; its own message is on stderr"
+    assert closed == [True]
 
 
 def test_pools_of_a_test_run_are_shared_by_equal_settings(monkeypatch: pytest.MonkeyPatch) -> None:

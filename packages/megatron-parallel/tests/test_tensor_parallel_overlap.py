@@ -7,9 +7,14 @@ from unittest import mock
 import pytest
 import torch
 from megatron_parallel import ColumnParallelLinear, Mesh, ParallelLayout, RowParallelLinear, _compat
+from megatron_parallel.collectives.async_collective import start_all_gather
+from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.recompute import count_saved_activations
-from megatron_parallel.tensor_parallel import overlap_forward
+from megatron_parallel.tensor_parallel import PLAIN, Product, Saved, overlap_forward
+from megatron_parallel.tensor_parallel.product import as_rows
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .test_saving_product import HalvesInput
 
 LAYOUT = ParallelLayout(tp=2, dp=1)
 DELAY = 0.05
@@ -127,16 +132,44 @@ def test_a_layer_communicates_in_one_slice_by_default(worker_pool, kind):
 
 
 def test_each_half_of_a_split_backward_pass_communicates_only_its_inputs(worker_pool):
-    for halves in worker_pool.run_mesh(LAYOUT, _halves):
-        assert halves == [{"reduce_scatter": 1}, {"all_gather": 1}]
+    for of_products in worker_pool.run_mesh(LAYOUT, _halves_of_products):
+        assert of_products == [[{"reduce_scatter": 1}, {"all_gather": 1}]] * 2
 
 
-def _halves(mesh: Mesh) -> list[dict[str, int]]:
+class GathersHalves(HalvesInput):
+    """Saves half of its gathered input, and gathers inputs itself."""
+
+    def start_gather(self, x: torch.Tensor, axis: Axis) -> Any:
+        """Starts the all-gather."""
+        GATHERED.append(tuple(x.shape))
+        return start_all_gather(x, axis)
+
+    def weight_gradients(self, gradient: Any, saved: Saved, requests: Any) -> Any:
+        """Returns `dy^T x`."""
+        rows = Saved((as_rows(saved.input[0]),), saved.weights)
+        return super().weight_gradients(gradient, rows, requests)
+
+
+GATHERED: list[tuple[int, ...]] = []
+
+
+def _halves_of_products(mesh: Mesh) -> list[list[dict[str, int]]]:
+    """Returns the results of `_halves` for two products, whose gradients are equal."""
+    GATHERED.clear()
+    (calls, truth), (own_calls, own) = (_halves(mesh, p) for p in (PLAIN, GathersHalves()))
+    torch.testing.assert_close(own, truth, rtol=1e-12, atol=1e-12)
+    assert GATHERED == [(4, 1, 6)] * 3  # forward, in the whole backward pass and in the second half
+    return [calls, own_calls]
+
+
+def _halves(mesh: Mesh, product: Product) -> tuple[list[dict[str, int]], list[torch.Tensor]]:
     """Returns collective calls in the input half and the weight half of a backward pass."""
-    layer = ColumnParallelLinear(6, 10, mesh, sequence_parallel=True, dtype=torch.float64)
+    options: Any = {"sequence_parallel": True, "dtype": torch.float64, "product": product}
+    layer = ColumnParallelLinear(6, 10, mesh, **options)
+    generator = torch.Generator().manual_seed(mesh.rank)
     for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter)
-    leaf = torch.randn(4, 1, 6, dtype=torch.float64, requires_grad=True)
+        torch.nn.init.normal_(parameter, generator=generator)
+    leaf = torch.randn(4, 1, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     loss = (layer(leaf * 2.0) ** 2).sum()
     whole = torch.autograd.grad(loss, [leaf, layer.weight, layer.bias], retain_graph=True)
     calls, parts = [], []
@@ -145,7 +178,7 @@ def _halves(mesh: Mesh) -> list[dict[str, int]]:
             parts += torch.autograd.grad(loss, wanted, retain_graph=True)
         calls.append({record.operation: record.calls for record in traffic.records})
     assert all(torch.equal(part, one) for part, one in zip(parts, whole, strict=True))
-    return calls
+    return calls, parts
 
 
 def test_only_this_ranks_part_of_the_input_is_saved(worker_pool):
