@@ -7,7 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_parallel import _compat
-from megatron_parallel._compat.imagined import device_type_of, flops_of, has_no_values
+from megatron_parallel._compat.imagined import (
+    device_type_of,
+    fake_tensors,
+    flops_of,
+    has_no_values,
+    values_exist,
+)
 from torch.autograd import Function
 from torch.utils import _triton
 
@@ -187,6 +193,11 @@ def test_operations_of_products_are_counted(name: str) -> None:
 def test_tensors_without_values_are_those_of_meta_and_fake_devices() -> None:
     assert has_no_values(meta(2)) and not has_no_values(torch.ones(2))
     assert (device_type_of(meta(2)), device_type_of(torch.ones(2))) == ("meta", "cpu")
+    with fake_tensors(device_exists=False):
+        assert has_no_values(torch.ones(2)) and device_type_of(torch.ones(2)) == "cpu"
+        with values_exist():
+            assert torch.ones(2).tolist() == [1.0, 1.0]
+    assert torch.ones(2).tolist() == [1.0, 1.0]
     whole = torch.arange(6)
     assert _compat.storage_identity(whole) == _compat.storage_identity(whole[2:])
     assert _compat.storage_identity(whole) != _compat.storage_identity(whole.clone())

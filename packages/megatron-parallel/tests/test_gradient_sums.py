@@ -1,8 +1,10 @@
 """Sums of gradients: over near and far ranks, in each precision, and checks for finite values."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +18,13 @@ from megatron_parallel import (
     Sharding,
 )
 from megatron_parallel.data_parallel import describe_nonfinite_gradients
+from megatron_parallel.data_parallel.reduction import (
+    ReductionAxes,
+    all_reduce_bucket,
+    reduce_scatter_bucket,
+)
+from megatron_parallel.data_parallel.reduction import reduce_in_bf16 as in_bf16
+from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 
@@ -242,3 +251,58 @@ def test_gradients_that_nothing_is_added_to_are_read_only_if_the_sum_is_not_fini
     line = "the gradient of 'b' (bucket 2 of 3) is NaN"
     on_one = f"{line}, and so it was on rank 1 before it was summed"
     assert worker_pool.run_mesh(ParallelLayout(dp=1, pp=2), step) == [(True, on_one)] * 2
+
+
+class Recorder:
+    """Records collectives in place of starting them."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*operands: Any) -> None:
+            sizes = " ".join(str(t.numel()) for t in operands[:-1])
+            self.calls.append(f"{name} {operands[-1].name} of {sizes}")
+
+        return call
+
+
+def reductions_of(inner: int, outer: int | None) -> dict[str, list[str]]:
+    """Returns the collectives of each kind of reduction of 8 gradients."""
+    near = Axis("near", tuple(range(inner)), 0, None, inner)
+    far = None if outer is None else Axis("far", tuple(range(outer)), 0, None, outer)
+    axes, found = ReductionAxes(near, far), {}
+    assert axes.size == inner * (outer or 1)
+    for name, act in (
+        ("whole", all_reduce_bucket),
+        ("shard", reduce_scatter_bucket),
+        ("bf16", partial(in_bf16, whole=True)),
+        ("bf16 shard", partial(in_bf16, whole=False)),
+    ):
+        flat, recorder = torch.arange(8.0) + 2.0**-12, Recorder()
+        before = flat.clone()
+        list(act(flat, flat[: 8 // inner], axes, recorder))  # type: ignore[arg-type]
+        found[name] = recorder.calls
+        if inner == 1:  # nothing is sent between near ranks, so nothing is rounded
+            assert torch.equal(flat, before)
+    return found
+
+
+def test_only_axes_of_several_ranks_have_messages() -> None:
+    none: list[str] = []
+    assert reductions_of(1, None) == dict.fromkeys(("whole", "shard", "bf16", "bf16 shard"), none)
+    far = ["all_reduce far of 8"]
+    assert reductions_of(1, 2) == dict.fromkeys(("whole", "shard", "bf16", "bf16 shard"), far)
+    assert reductions_of(2, None) == {
+        "whole": ["all_reduce near of 8"],
+        "shard": ["reduce_scatter near of 4 8"],
+        "bf16": ["all_to_all near of 8 8", "all_gather near of 8 4"],
+        "bf16 shard": ["all_to_all near of 8 8"],
+    }
+    far = ["all_reduce far of 2"]
+    assert reductions_of(4, 3) == {
+        "whole": ["reduce_scatter near of 2 8", *far, "all_gather near of 8 2"],
+        "shard": ["reduce_scatter near of 2 8", *far],
+        "bf16": ["all_to_all near of 8 8", *far, "all_gather near of 8 2"],
+        "bf16 shard": ["all_to_all near of 8 8", *far],
+    }
