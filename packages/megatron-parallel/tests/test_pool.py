@@ -115,6 +115,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(worker_pool: WorkerPool)
     message = str(caught.value)
     assert message.startswith("rank 1 of 2 raised LookupError: planted in rank 1\n")
     assert f'File "{__file__}"' in message and "in raise_on" in message
+    assert "in _answer" not in message
     assert caught.value.failures[0].rank == 1 and caught.value.failures[0].kind == "raised"
 
 

@@ -1,19 +1,31 @@
 """Parts of the worker pool in one process: messages, failures, and the meshes of a rank."""
 
+import inspect
 import os
 import pickle
 import socket
 import subprocess
+import sys
 import threading
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_parallel.errors import rank_list
-from megatron_parallel.testing import Rank, WorkerError, WorkerPool, plugin, server, wire
+from megatron_parallel.testing import (
+    Rank,
+    WorkerError,
+    WorkerPool,
+    plugin,
+    server,
+    wire,
+    worker,
+)
 from megatron_parallel.testing.failures import Failure
 from megatron_parallel.testing.worker import MAX_MESHES
 
@@ -146,6 +158,102 @@ def test_pools_of_a_test_run_are_shared_by_equal_settings(monkeypatch: pytest.Mo
         (8, "cpu", (), [*usual, "module"]),
         (2, "cuda", (), usual),
     ]
+
+
+def test_fixtures_are_pools_of_the_test_run_that_end_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    pools: Any = SimpleNamespace(get=lambda *given: asked.append(given))
+    inspect.unwrap(plugin.worker_pool)(pools, ["checked"], ("module",))
+    usual = [
+        inspect.unwrap(f)() for f in (plugin.worker_pool_typecheck, plugin.worker_pool_preload)
+    ]
+    inspect.unwrap(plugin.worker_pool)(pools, *usual)
+    for count in (1, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        if count == 1:
+            with pytest.raises(pytest.skip.Exception, match="needs 2 CUDA devices, .* has 1$"):
+                inspect.unwrap(plugin.device_pool)(pools)
+        else:
+            inspect.unwrap(plugin.device_pool)(pools)
+    assert asked == [("cpu", 8, ("checked",), ("module",)), ("cpu", 8, (), ()), ("cuda", 2)]
+    closed: list[int] = []
+    run = inspect.unwrap(plugin._worker_pools)()
+    found = next(run)
+    found.pools |= {i: SimpleNamespace(close=lambda i=i: closed.append(i)) for i in range(2)}
+    assert next(run, "ended") == "ended" and closed == [0, 1]
+
+
+def served(monkeypatch: pytest.MonkeyPatch, join: Any, *functions: Any) -> list[worker.Outcome]:
+    """Returns the answers of a worker to a setup and to calls, in this process."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(60)
+    for name in ("signal", "faulthandler"):
+        monkeypatch.setattr(worker, name, mock.MagicMock())
+    monkeypatch.setattr(worker, "_join", join)
+    setup = worker.Setup(0, 1, "gloo", "cpu", "", os.devnull, 20.0)
+    wire.send(ours, wire.dumps(setup))
+    for function in functions:
+        payload = wire.dumps((function, (3,)), function)
+        call = worker.Call(list(sys.path), os.fspath(Path.cwd()), 7.0, payload)
+        wire.send(ours, wire.dumps(call))
+    ours.shutdown(socket.SHUT_WR)
+    with theirs:
+        worker.serve(theirs)
+    found = []
+    with ours:
+        while True:
+            try:
+                found.append(pickle.loads(wire.receive(ours)))
+            except EOFError:
+                return found
+
+
+def in_rank(rank: Rank, number: int) -> tuple[float, int, float]:
+    return rank.collective_timeout.total_seconds(), number, torch.rand(1).item()
+
+
+def failing(rank: Rank, number: int) -> None:
+    raise KeyError(f"of {number}\nin two lines")
+
+
+def test_a_worker_answers_each_call_from_the_same_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(setup: worker.Setup) -> Rank:
+        return Rank(setup.rank, setup.size, torch.device(setup.device), timedelta(seconds=20))
+
+    started, one, other, failed = served(monkeypatch, join, in_rank, in_rank, failing)
+    assert started == worker.Outcome(None)
+    torch.manual_seed(0)
+    assert pickle.loads(one.result) == (7.0, 3, torch.rand(1).item()) and one == other
+    assert failed.result is None and failed.summary.startswith("raised KeyError: ")
+    assert "\n" not in failed.summary and "in failing" in failed.traceback
+    assert "in _answer" not in failed.traceback
+
+
+def test_a_worker_reports_why_it_could_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(setup: worker.Setup) -> Rank:
+        raise RuntimeError("no network")
+
+    (answer,) = served(monkeypatch, join, in_rank)
+    assert answer.summary == "could not join its group: RuntimeError: no network"
+
+
+def test_ranks_of_a_call_end_it_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("a rank is lost")
+
+    monkeypatch.setattr(worker.dist, "barrier", broken)
+    for size, summary in (
+        (1, ""),
+        (2, "returned, but the barrier behind it failed: RuntimeError: a rank is lost"),
+    ):
+
+        def join(setup: worker.Setup, size: int = size) -> Rank:
+            return Rank(0, size, torch.device("cpu"), timedelta(seconds=20))
+
+        _, answer = served(monkeypatch, join, in_rank)
+        assert answer.summary == summary and (answer.result is None) == (size == 2)
 
 
 def test_a_message_is_read_whole_though_it_arrives_in_parts() -> None:
