@@ -37,9 +37,11 @@ def permute(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
 
 
 def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    weighted = rows[order >= 0] * weights.flatten()[order[order >= 0]][:, None]
-    tokens = order[order >= 0] // weights.shape[1]
-    return rows.new_zeros(len(weights), rows.shape[1]).index_add(0, tokens, weighted)
+    choice = order.clamp(min=0)
+    weighted = rows * weights.flatten()[choice][:, None]
+    chosen = torch.where((order >= 0)[:, None], weighted, 0)
+    tokens = choice // weights.shape[1]
+    return rows.new_zeros(len(weights), rows.shape[1]).index_add(0, tokens, chosen)
 
 
 OPS = RowOps(sort, permute, unpermute)

@@ -1,7 +1,6 @@
 """Sums of gradients: over near and far ranks, in each precision, and checks for finite values."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from megatron_parallel import (
 )
 from megatron_parallel.data_parallel import describe_nonfinite_gradients
 from megatron_parallel.data_parallel.reduction import (
+    AsyncCollectives,
     ReductionAxes,
     all_reduce_bucket,
     reduce_scatter_bucket,
@@ -253,18 +253,18 @@ def test_gradients_that_nothing_is_added_to_are_read_only_if_the_sum_is_not_fini
     assert worker_pool.run_mesh(ParallelLayout(dp=1, pp=2), step) == [(True, on_one)] * 2
 
 
-class Recorder:
+class Recorder(AsyncCollectives):
     """Records collectives in place of starting them."""
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+    calls: list[str]
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattribute__(self, name: str) -> Any:
         def call(*operands: Any) -> None:
             sizes = " ".join(str(t.numel()) for t in operands[:-1])
             self.calls.append(f"{name} {operands[-1].name} of {sizes}")
 
-        return call
+        is_collective = name.startswith(("all_", "reduce_"))
+        return call if is_collective else super().__getattribute__(name)
 
 
 def reductions_of(inner: int, outer: int | None) -> dict[str, list[str]]:
@@ -279,9 +279,10 @@ def reductions_of(inner: int, outer: int | None) -> dict[str, list[str]]:
         ("bf16", partial(in_bf16, whole=True)),
         ("bf16 shard", partial(in_bf16, whole=False)),
     ):
-        flat, recorder = torch.arange(8.0) + 2.0**-12, Recorder()
+        flat, recorder = torch.arange(8.0) + 2.0**-12, Recorder("gradients", "gradients")
+        recorder.calls = []
         before = flat.clone()
-        list(act(flat, flat[: 8 // inner], axes, recorder))  # type: ignore[arg-type]
+        list(act(flat, flat[: 8 // inner], axes, recorder))
         found[name] = recorder.calls
         if inner == 1:  # nothing is sent between near ranks, so nothing is rounded
             assert torch.equal(flat, before)

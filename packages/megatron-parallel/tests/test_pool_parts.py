@@ -171,9 +171,7 @@ def test_fixtures_are_pools_of_the_test_run_that_end_with_it(
     for count in (1, 2):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         if count == 1:
-            with pytest.raises(
-                pytest.skip.Exception, match="this machine has 1$"
-            ):
+            with pytest.raises(pytest.skip.Exception, match=r"this machine has 1$"):
                 inspect.unwrap(plugin.device_pool)(pools)
         else:
             inspect.unwrap(plugin.device_pool)(pools)

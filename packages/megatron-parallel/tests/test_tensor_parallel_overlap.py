@@ -10,11 +10,16 @@ from megatron_parallel import ColumnParallelLinear, Mesh, ParallelLayout, RowPar
 from megatron_parallel.collectives.async_collective import start_all_gather
 from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.recompute import count_saved_activations
-from megatron_parallel.tensor_parallel import PLAIN, Product, Saved, overlap_forward
+from megatron_parallel.tensor_parallel import (
+    PLAIN,
+    PlainProduct,
+    Product,
+    Saved,
+    SavingProduct,
+    overlap_forward,
+)
 from megatron_parallel.tensor_parallel.product import as_rows
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from .test_saving_product import HalvesInput
 
 LAYOUT = ParallelLayout(tp=2, dp=1)
 DELAY = 0.05
@@ -136,8 +141,20 @@ def test_each_half_of_a_split_backward_pass_communicates_only_its_inputs(worker_
         assert of_products == [[{"reduce_scatter": 1}, {"all_gather": 1}]] * 2
 
 
-class GathersHalves(HalvesInput):
+class GathersHalves(PlainProduct, SavingProduct):
     """Saves half of its gathered input, and gathers inputs itself."""
+
+    def forward_saving(self, x: Any, weights: Any, bias: Any, multiply: Any, **_: Any) -> Any:
+        """Returns the product, half of the input, and the weight."""
+        return multiply(x, weights[0], bias), Saved((x / 2,), tuple(weights))
+
+    def gradient(self, dy: torch.Tensor, **_: bool) -> torch.Tensor:
+        """Returns the gradient of the output."""
+        return dy
+
+    def input_gradient(self, gradient: Any, saved: Saved) -> torch.Tensor:
+        """Returns `dy W`."""
+        return gradient @ saved.weights[0]
 
     def start_gather(self, x: torch.Tensor, axis: Axis) -> Any:
         """Starts the all-gather."""
@@ -145,9 +162,8 @@ class GathersHalves(HalvesInput):
         return start_all_gather(x, axis)
 
     def weight_gradients(self, gradient: Any, saved: Saved, requests: Any) -> Any:
-        """Returns `dy^T x`."""
-        rows = Saved((as_rows(saved.input[0]),), saved.weights)
-        return super().weight_gradients(gradient, rows, requests)
+        """Returns `dy^T x`, or what the request does with it."""
+        return (requests[0] and requests[0](gradient, 2 * as_rows(saved.input[0])),)
 
 
 GATHERED: list[tuple[int, ...]] = []
