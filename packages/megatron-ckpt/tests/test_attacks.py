@@ -18,6 +18,7 @@ from megatron_ckpt import (
     paths,
 )
 from megatron_ckpt.cli import main
+from megatron_ckpt.store import manifest
 from megatron_ckpt.store.blocks import digest
 
 pytestmark = pytest.mark.usefixtures("toy", "no_hang")
@@ -269,19 +270,41 @@ def test_tensors_have_at_most_two_to_the_62_bytes(run, forge, shape, words):
         Checkpoint(made)
 
 
-def test_a_box_that_no_piece_covers_is_not_loaded(run, forge):
-    """Two pieces overlap, so that they have as many elements as the tensor."""
+def cut_word(content, boxes):
+    """Replaces the piece of a tensor of shape [5, 2] by those of boxes."""
+    (piece,) = content["tensors"]["word"]["pieces"]
+    content["tensors"]["word"]["pieces"] = [
+        {**piece, "offsets": [*offsets], "lengths": [*lengths]} for offsets, lengths in boxes
+    ]
 
-    def cut(content):
-        (piece,) = content["tensors"]["word"]["pieces"]
-        lower = {**piece, "lengths": [3, 2]}
-        content["tensors"]["word"]["pieces"] = [lower, {**lower, "lengths": [2, 2]}]
 
-    forge(run / "iter_0000000", cut)
-    checkpoint = Checkpoint(run / "iter_0000000")
-    view = View(torch.zeros(1, 2), (5, 2), (4, 0), (1, 2))
-    with pytest.raises(CheckpointError, match=r"do not cover 'word' \[4:5,0:2\]"):
-        checkpoint.load_tensors({"word": [view]})
+@pytest.mark.parametrize(
+    ("boxes", "words"),
+    [
+        ([((0, 0), (3, 2)), ((0, 0), (2, 2))], "but two of its pieces overlap"),
+        ([((0, 0), (4, 1)), ((2, 0), (3, 2))], "but two of its pieces overlap"),
+        ([((0, 0), (5, 1)), ((0, 1), (2, 1)), ((2, 1), (3, 1))], ""),
+        ([((0, 0), (5, 2)), ((3, 0), (0, 2))], ""),  # an empty one overlaps none
+    ],
+)
+def test_pieces_that_overlap_are_refused_since_they_leave_a_gap(run, forge, boxes, words):
+    made = run / "iter_0000000"
+    forge(made, lambda content: cut_word(content, boxes))
+    if words:
+        with pytest.raises(CheckpointError, match=f"shape is .*{words}"):
+            Checkpoint(made)
+    else:
+        assert len(Checkpoint(made).tensors["word"].pieces) == len(boxes)
+
+
+def test_a_tensor_is_cut_along_at_most_eight_dims(run, forge, monkeypatch):
+    made = run / "iter_0000000"
+    parts = [((0, 0), (5, 1)), ((0, 1), (2, 1)), ((2, 1), (3, 1))]
+    forge(made, lambda content: cut_word(content, parts))
+    assert manifest._MOST_CUT_DIMS == 8
+    monkeypatch.setattr(manifest, "_MOST_CUT_DIMS", 1)
+    with pytest.raises(CheckpointError, match="and is cut along 2 dims; at most 1 can be"):
+        Checkpoint(made)
 
 
 @pytest.mark.parametrize(("length", "shown"), [(39, "x" * 39), (40, r"'x{12}\.\.\.x{13}'")])

@@ -6,7 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_ckpt import CheckpointError, View
-from megatron_ckpt.views import Box, box_of, check_tiling, find_overlap, find_uncovered, intersect
+from megatron_ckpt.views import (
+    Box,
+    box_of,
+    check_tiling,
+    cut_dims,
+    find_overlap,
+    find_uncovered,
+    intersect,
+    tiles,
+)
 
 
 @st.composite
@@ -41,6 +50,51 @@ def test_an_uncovered_box_is_found_exactly_if_elements_are_missing(case):
     left = cells(region).difference(*map(cells, held))
     hole = find_uncovered(region, held)
     assert (cells(hole) <= left and cells(hole)) if left else hole is None
+
+
+@st.composite
+def cut_shapes(draw):
+    """A shape, and boxes that tile it, of which one may be moved, dropped or repeated."""
+    shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
+    parts = [Box((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 4)) if shape else 0):
+        (offsets, lengths) = parts.pop(draw(st.integers(0, len(parts) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, lengths[dim]))
+        for start, length in ((0, at), (at, lengths[dim] - at)):
+            o, n = [*offsets], [*lengths]
+            o[dim], n[dim] = offsets[dim] + start, length
+            parts.append(Box(tuple(o), tuple(n)))
+    kind = draw(st.sampled_from(["whole", "moved", "dropped", "repeated"]))
+    chosen = draw(st.integers(0, len(parts) - 1))
+    if kind == "dropped":
+        del parts[chosen]
+    if kind == "repeated":
+        parts.append(parts[chosen])
+    if kind == "moved":
+        parts[chosen] = Box((0,) * len(shape), parts[chosen].lengths)
+    return shape, draw(st.permutations(parts))
+
+
+@given(cut_shapes())
+def test_boxes_tile_a_shape_if_each_element_is_in_one(case):
+    shape, parts = case
+    held = [cell for box in parts for cell in cells(box)]
+    assert tiles(shape, parts) == (sorted(held) == sorted(cells(Box((0,) * len(shape), shape))))
+
+
+def test_many_boxes_of_any_order_are_compared_with_a_shape_quickly():
+    count = 4_000  # each overlaps all others along one of the dims
+    bars = [Box((0, row), (count, 1)) for row in range(count)]
+    assert tiles((count, count), bars)
+    assert not tiles((count, count), [*bars[:-1], bars[0]])
+    assert not tiles((), []) and tiles((0, 3), []) and tiles((0, 3), [Box((0, 0), (0, 2))])
+
+
+def test_a_dim_is_cut_if_a_box_with_elements_has_a_part_of_it():
+    halves = [Box((0, 0), (4, 2)), Box((0, 2), (4, 1))]
+    assert cut_dims((4, 3), halves) == [1] and cut_dims((4, 3), []) == []
+    assert cut_dims((4, 3), [Box((0, 0), (4, 3)), Box((1, 0), (0, 3))]) == []
 
 
 def test_an_overlap_names_the_tensor_the_ranks_and_the_elements():

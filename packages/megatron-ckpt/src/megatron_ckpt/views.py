@@ -6,7 +6,9 @@ once. A load requests other boxes of the same global tensors, so every layout lo
 layout.
 """
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
@@ -114,6 +116,31 @@ def intersect(a: Box, b: Box) -> Box | None:
     offsets = tuple(map(max, a.offsets, b.offsets))
     lengths = tuple(min(ea, eb) - o for ea, eb, o in zip(a.ends, b.ends, offsets, strict=True))
     return Box(offsets, lengths) if all(n > 0 for n in lengths) else None
+
+
+def cut_dims(shape: tuple[int, ...], boxes: Iterable[Box]) -> list[int]:
+    """Returns the dims along which a box that is not empty has a part of the tensor only."""
+    lengths = [box.lengths for box in boxes if box.numel]
+    return [d for d, size in enumerate(shape) if any(each[d] != size for each in lengths)]
+
+
+def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Returns whether boxes inside of a tensor hold each of its elements exactly once.
+
+    A box adds 1 to its elements: signs at its corners, which are added up along each dim. All
+    elements get 1 exactly if the signs of all boxes are those of the whole tensor. This takes
+    ``O(n 2**d)`` for n boxes and d cut dims.
+    """
+    cut = cut_dims(shape, boxes)
+    signs: Counter[tuple[int, ...]] = Counter()
+    whole = Box((0,) * len(shape), shape)
+    for box, factor in [(whole, -1), *((box, 1) for box in boxes)]:
+        if box.numel:
+            sides = [((box.offsets[d], 1), (box.ends[d], -1)) for d in cut]
+            for corner in itertools.product(*sides):
+                sign = math.prod(side for _, side in corner)
+                signs[tuple(at for at, _ in corner)] += factor * sign
+    return not any(signs.values())
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
