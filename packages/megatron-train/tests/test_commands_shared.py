@@ -98,6 +98,8 @@ def test_warnings_are_lines_of_the_command_until_it_ends(capsys):
         ("--cuont=3", ["unknown argument --cuont; did you mean --count?; see tool --help"]),
         ("--cou 3", ["unknown argument --cou; see tool --help"]),  # no abbreviations
         ("word", ["unknown argument word; see tool --help"]),
+        ("a", ["unknown argument a; see tool --help"]),  # -h has no letter of it
+        ("-- --cuont", ["unknown argument --cuont; did you mean --count?; see tool --help"]),
         (
             "--xyzzy --cuont --xyzzy",
             [
@@ -120,6 +122,10 @@ def test_a_wrong_command_line_is_reported(capsys, words, lines):
     assert len(found) == len(lines)
     for line, expected in zip(found, lines, strict=True):
         assert line.startswith(f"tool: error: {expected}")
+
+
+def test_two_dashes_alone_are_no_argument():
+    assert parser().parse_args(["--", "--"]).count is parser().parse_args([]).count
 
 
 def test_words_after_two_dashes_are_no_options():

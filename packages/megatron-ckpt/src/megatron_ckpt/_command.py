@@ -86,6 +86,7 @@ class Parser(argparse.ArgumentParser):
         else:
             self.refuse(self.unknown_option_errors(words))
         parsed, unknown = super().parse_known_args(words, namespace)
+        unknown = [word for word in unknown if word != "--"]  # before arguments that are no options
         self.refuse([self.unknown_argument_error(word.partition("=")[0]) for word in unknown])
         return parsed, unknown
 
@@ -255,7 +256,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Returns ``"; did you mean X?"`` for the known word with the nearest spelling, or ``""``."""
     plain = _plain(word)
     length = len(plain)
-    best, found = max(1, min(length // 3, 2), length // 4) + 1, ""
+    # At least one letter stays: any other letter is one edit from a single one.
+    best, found = min(max(1, min(length // 3, 2), length // 4) + 1, length), ""
     for other in known:
         distance = _edits(plain, _plain(other), best)
         if distance < best:
