@@ -18,7 +18,9 @@ from megatron_kernels.ops.attention.call import AttentionCall
 from torch.nn.attention.flex_attention import flex_attention
 
 how = sys.argv[1]
-if how != "compiled":
+if how == "two caps":
+    flex.compiled = lambda device, on_gpus=torch.compile(flex_attention): on_gpus
+elif how != "compiled":
     flex.compiled = lambda device: flex_attention
 torch.manual_seed(2)
 ids = torch.tensor([[0] * 3 + [1] * 6, [4] * 4 + [2] * 2 + [-1] * 3], dtype=torch.int32)
@@ -39,7 +41,8 @@ some = [
     (masks[4], scores[-1]), (masks[0], scores[1]), (masks[1], scores[4]), (masks[6], scores[3]),
     (masks[8], scores[2]),
 ]
-chosen = {"some masks": some, "compiled": [(masks[4], scores[1])]}
+caps = [(masks[0], Scores(softcap=cap)) for cap in (2.0, 3.0)]
+chosen = {"some masks": some, "compiled": [(masks[4], scores[1])], "two caps": caps}
 for mask, each in chosen.get(how, [(mask, each) for mask in masks for each in scores]):
     found = flex.flex(AttentionCall(q, k, v, mask, each))
     expected = attention(q, k, v, mask, each, backend="reference")
@@ -51,7 +54,7 @@ for each in (scores[2],):  # two queries that continue a cache with unused room
 """
 
 
-SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("everything", "compiled")]
+SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("everything", "compiled", "two caps")]
 
 
 @pytest.mark.parametrize("how", ["some masks", *SLOW])

@@ -94,8 +94,11 @@ def _attend(
         return out
     if repeats > 1:
         k, v = (t.repeat_interleave(repeats, dim=-3) for t in (k, v))
-    if q.dtype == torch.float64:  # no fused kernel
-        return _ATTEND(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+    if q.dtype == torch.float64:  # no fused kernel; asking for one needs CUDA's libraries
+        out = _ATEN._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale
+        )[0]
+        return out
     bias = None
     if attn_mask is not None:
         bias = torch.empty(attn_mask.shape, dtype=q.dtype, device=q.device)

@@ -93,8 +93,11 @@ def _score_function(call: AttentionCall) -> Callable[..., Tensor] | None:
     distances = None
     if scores.slopes is not None and mask.positions is not None:
         distances = mask.distance(*call.extent(), device=call.q.device)
+    cap = None
+    if scores.softcap:  # torch refuses a captured number that differs from that of an earlier call
+        cap = torch.full((), scores.softcap, dtype=torch.float32, device=call.q.device)
     return lambda score, sample, head, query, key: _changed(
-        score, (sample, head, query, key), scores, distances, query_offset
+        score, (sample, head, query, key), scores, cap, distances, query_offset
     )
 
 
@@ -102,13 +105,14 @@ def _changed(
     score: Tensor,
     at: tuple[Tensor, Tensor, Tensor, Tensor],
     scores: Scores,
+    cap: Tensor | None,
     distances: Tensor | None,
     query_offset: int,
 ) -> Tensor:
     """Returns a scaled product after soft-cap, bias and slopes."""
     sample, head, query, key = at
-    if scores.softcap:
-        score = scores.softcap * torch.tanh(score / scores.softcap)
+    if cap is not None:
+        score = cap * torch.tanh(score / cap)
     if scores.bias is not None:
         score = score + scores.bias[sample if len(scores.bias) > 1 else 0, head, query, key]
     if scores.slopes is not None:
