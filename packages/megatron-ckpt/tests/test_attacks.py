@@ -301,8 +301,8 @@ def test_a_tensor_is_cut_along_at_most_eight_dims(run, forge, monkeypatch):
     made = run / "iter_0000000"
     parts = [((0, 0), (5, 1)), ((0, 1), (2, 1)), ((2, 1), (3, 1))]
     forge(made, lambda content: cut_word(content, parts))
-    assert manifest._MOST_CUT_DIMS == 8
-    monkeypatch.setattr(manifest, "_MOST_CUT_DIMS", 1)
+    assert manifest.MOST_CUT_DIMS == 8
+    monkeypatch.setattr(manifest, "MOST_CUT_DIMS", 1)
     with pytest.raises(CheckpointError, match="and is cut along 2 dims; at most 1 can be"):
         Checkpoint(made)
 

@@ -115,6 +115,24 @@ def test_a_gap_names_the_tensor_and_the_box():
         check_tiling("w", (4,), [(0, 1, Box((0,), (4,)))])
 
 
+def test_a_tensor_cut_along_more_dims_than_a_reader_takes_is_refused():
+    def corners(dims):
+        """The two halves along each dim in turn, of which each has the rest of the one before."""
+        rest, owners = Box((0,) * dims, (2,) * dims), []
+        for dim in range(dims):
+            offsets, lengths = [*rest.offsets], [*rest.lengths]
+            lengths[dim] = 1
+            owners.append((dim, 0, Box(tuple(offsets), tuple(lengths))))
+            offsets[dim] = 1
+            rest = Box(tuple(offsets), tuple(lengths))
+        return [*owners, (dims, 0, rest)]
+
+    check_tiling("w", (2,) * 8, corners(8))
+    assert tiles((2,) * 8, [box for _, _, box in corners(8)])
+    with pytest.raises(CheckpointError, match=r"'w' .* is cut along 9 dims, and at most 8 can be"):
+        check_tiling("w", (2,) * 9, corners(9))
+
+
 def test_a_tensor_cut_over_many_ranks_is_checked_quickly():
     rows = [(rank, 0, Box((0, 3 * rank), (512, 3))) for rank in range(4096)]
     check_tiling("w", (512, 3 * 4096), rows)

@@ -1,6 +1,7 @@
 """Fixtures: run-time checks of tensor annotations, and small models with varied output."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from checked_shapes import check_shapes
@@ -9,6 +10,8 @@ check_shapes(["megatron_infer"])
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from megatron_ckpt import CheckpointStore, ModelRecord  # noqa: E402
+from megatron_data import ByteTokenizer  # noqa: E402
 from megatron_models import (  # noqa: E402
     GPT,
     CausalConfig,
@@ -17,8 +20,9 @@ from megatron_models import (  # noqa: E402
     MambaModelConfig,
     Placement,
     gpt_chunks,
+    record_of,
 )
-from megatron_parallel import Mesh  # noqa: E402
+from megatron_parallel import Mesh, collect_shardings, parameter_views  # noqa: E402
 
 # Tensors are tiny, so that threads would only wait for each other.
 torch.set_num_threads(1)
@@ -129,6 +133,35 @@ def make_stages() -> Callable[..., list[GPT]]:
         return gpt_chunks(shape(kind, vocab_size, positions, 4), placement, seed=7)
 
     return make
+
+
+@pytest.fixture
+def byte_model(make_model: Callable[..., GPT]) -> GPT:
+    """Returns a GPT for the tokens of bytes."""
+    return make_model(vocab_size=257, dtype=torch.float32)
+
+
+@pytest.fixture
+def save_run(byte_model: GPT, tmp_path: Path) -> Callable[..., str]:
+    """Returns a function that saves a run with one checkpoint of `byte_model`.
+
+    The function takes contents of more files by their paths in the checkpoint, and returns the
+    folder of the run.
+    """
+
+    def save(files: dict[str, str] | None = None) -> str:
+        ByteTokenizer().save(tmp_path / "tokenizer")
+        attached: dict[str, Path | bytes] = {"tokenizer": tmp_path / "tokenizer"}
+        attached |= {name: text.encode() for name, text in (files or {}).items()}
+        CheckpointStore(tmp_path / "run").save(
+            3,
+            parameter_views(byte_model, collect_shardings(byte_model), Mesh.single()),
+            model=ModelRecord(family="gpt2", **record_of(byte_model.config)),
+            files=attached,
+        )
+        return str(tmp_path / "run")
+
+    return save
 
 
 def shape(kind: str, vocab_size: int, positions: int, layers: int) -> CausalConfig:

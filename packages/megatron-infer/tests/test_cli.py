@@ -18,21 +18,14 @@ from megatron_parallel import Mesh, collect_shardings, parameter_views
 
 
 @pytest.fixture
-def model(make_model: Callable[..., GPT]) -> GPT:
-    return make_model(vocab_size=257, dtype=torch.float32)
+def model(byte_model: GPT) -> GPT:
+    return byte_model
 
 
 @pytest.fixture
-def run(model: GPT, tmp_path: Path) -> str:
+def run(save_run: Callable[..., str]) -> str:
     """Returns the folder of a run with one checkpoint."""
-    ByteTokenizer().save(tmp_path / "tokenizer")
-    CheckpointStore(tmp_path / "run").save(
-        3,
-        parameter_views(model, collect_shardings(model), Mesh.single()),
-        model=ModelRecord(family="gpt2", **record_of(model.config)),
-        files={"tokenizer": tmp_path / "tokenizer"},
-    )
-    return str(tmp_path / "run")
+    return save_run()
 
 
 def test_generate_prints_the_prompt_and_its_continuation(

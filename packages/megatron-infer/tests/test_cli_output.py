@@ -10,36 +10,25 @@ from typing import Any
 import pytest
 import torch
 import tqdm
-from megatron_ckpt import CheckpointStore, ModelRecord
-from megatron_data import ByteTokenizer
 from megatron_infer import InferError
 from megatron_infer._version import __version__
 from megatron_infer.cli import main
-from megatron_models import GPT, record_of
-from megatron_parallel import Mesh, collect_shardings, parameter_views
+from megatron_models import GPT
+from megatron_parallel import Mesh
 
 LOG = "megatron_infer.server"
 
 
 @pytest.fixture
-def model(make_model: Callable[..., GPT]) -> GPT:
-    return make_model(vocab_size=257, dtype=torch.float32)
+def model(byte_model: GPT) -> GPT:
+    return byte_model
 
 
 @pytest.fixture
-def run(model: GPT, tmp_path: Path) -> str:
+def run(save_run: Callable[..., str]) -> str:
     """Returns the folder of a run with one checkpoint and settings of generation."""
-    ByteTokenizer().save(tmp_path / "tokenizer")
-    (tmp_path / "huggingface").mkdir()
     settings = '{"do_sample": false, "max_new_tokens": 9}'
-    (tmp_path / "huggingface" / "generation_config.json").write_text(settings)
-    CheckpointStore(tmp_path / "run").save(
-        3,
-        parameter_views(model, collect_shardings(model), Mesh.single()),
-        model=ModelRecord(family="gpt2", **record_of(model.config)),
-        files={name: tmp_path / name for name in ("tokenizer", "huggingface")},
-    )
-    return str(tmp_path / "run")
+    return save_run({"huggingface/generation_config.json": settings})
 
 
 @pytest.mark.parametrize(

@@ -109,3 +109,34 @@ def make_trainer():
 def make_steps():
     """Returns `steps`."""
     return steps
+
+
+class Bar:
+    """A progress bar that records what it counts."""
+
+    def __init__(self, *, total: int, unit: str, disable: bool | None, leave: bool) -> None:
+        # Shown on a terminal only, and removed at the end.
+        assert (disable, leave) == (None, False)
+        self.total, self.unit, self.n = total, unit, 0
+
+    def update(self, more: int) -> None:
+        self.n += more
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> list[Bar]:
+    """Returns the list of the progress bars that a command shows."""
+    shown: list[Bar] = []
+
+    def show(**settings: Any) -> Bar:
+        shown.append(Bar(**settings))
+        return shown[-1]
+
+    monkeypatch.setattr("tqdm.tqdm", show)
+    return shown

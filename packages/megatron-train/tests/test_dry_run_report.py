@@ -308,21 +308,6 @@ def test_a_rank_runs_on_each_core_where_processes_can_be_forked(monkeypatch):
     assert command._processes() == 1
 
 
-def test_a_bar_counts_the_ranks(requests, monkeypatch, capsys):
-    bars = []
-
-    class Bar:
-        def __init__(self, *, total, unit, disable, leave):
-            assert (unit, disable, leave) == ("rank", None, False)
-            self.total, self.n = total, 0
-            bars.append(self)
-
-        def update(self, more):
-            self.n += more
-
-        __enter__ = lambda self: self  # noqa: E731
-        __exit__ = lambda self, *error: None  # noqa: E731
-
-    monkeypatch.setattr("tqdm.tqdm", Bar)
+def test_a_bar_counts_the_ranks(requests, bars):
     assert main([*WORDS.split(), "--json"]) == 0
-    assert [(bar.n, bar.total) for bar in bars] == [(2, 2)]
+    assert [(bar.unit, bar.n, bar.total) for bar in bars] == [("rank", 2, 2)]

@@ -218,21 +218,6 @@ def test_defects_apply_to_layouts_that_can_have_them(words, names):
         )
 
 
-def test_a_bar_counts_the_steps_of_both_trainings(proven, monkeypatch):
-    bars = []
-
-    class Bar:
-        def __init__(self, *, total, unit, disable, leave):
-            assert (unit, disable, leave) == ("step", None, False)
-            self.total, self.n = total, 0
-            bars.append(self)
-
-        def update(self, more):
-            self.n += more
-
-        __enter__ = lambda self: self  # noqa: E731
-        __exit__ = lambda self, *error: None  # noqa: E731
-
-    monkeypatch.setattr("tqdm.tqdm", Bar)
+def test_a_bar_counts_the_steps_of_both_trainings(proven, bars):
     assert proven(f"{TINY} --steps 3 --json", EQUAL)[0] == 0
-    assert [(bar.n, bar.total) for bar in bars] == [(1, 6)]
+    assert [(bar.unit, bar.n, bar.total) for bar in bars] == [("step", 1, 6)]

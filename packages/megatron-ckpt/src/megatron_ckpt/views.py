@@ -10,12 +10,16 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
 from megatron_ckpt.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+MOST_CUT_DIMS: Final = 8
+"""Maximum number of dims along which a tensor is cut; each doubles the time of `tiles`."""
 
 
 class Box(NamedTuple):
@@ -129,12 +133,13 @@ def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
 
     A box adds 1 to its elements: signs at its corners, which are added up along each dim. All
     elements get 1 exactly if the signs of all boxes are those of the whole tensor. This takes
-    ``O(n 2**d)`` for n boxes and d cut dims.
+    ``O(n 2**d)`` for n boxes and d cut dims, also where the sweep of `find_overlap`, which names
+    the boxes, compares each box with all others.
     """
     cut = cut_dims(shape, boxes)
     signs: Counter[tuple[int, ...]] = Counter()
-    whole = Box((0,) * len(shape), shape)
-    for box, factor in [(whole, -1), *((box, 1) for box in boxes)]:
+    tensor_box = Box((0,) * len(shape), shape)
+    for box, factor in [(tensor_box, -1), *((box, 1) for box in boxes)]:
         if box.numel:
             sides = [((box.offsets[d], 1), (box.ends[d], -1)) for d in cut]
             for corner in itertools.product(*sides):
@@ -193,8 +198,14 @@ def check_tiling(name: str, shape: tuple[int, ...], owners: Sequence[tuple[int, 
     Boxes of the same replica must not overlap, and the boxes of replica 0 must leave no gap.
 
     Raises:
-        CheckpointError: Names the tensor and either the overlap with its two ranks or the gap.
+        CheckpointError: Names the tensor and either the overlap with its two ranks or the gap, or
+            the tensor is cut along more than `MOST_CUT_DIMS` dims.
     """
+    if len(cut := cut_dims(shape, [box for _, _, box in owners])) > MOST_CUT_DIMS:
+        raise CheckpointError(
+            f"tensor {name!r} of shape {shape} is cut along {len(cut)} dims, and at most "
+            f"{MOST_CUT_DIMS} can be; gather some of them before the save"
+        )
     for replica in sorted({replica for _, replica, _ in owners}):
         equal = [(rank, box) for rank, r, box in owners if r == replica]
         if pair := find_overlap([box for _, box in equal]):

@@ -14,7 +14,7 @@ from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError
 from megatron_ckpt.json_input import Fields, parse_object
 from megatron_ckpt.paths import check_name
 from megatron_ckpt.store.blocks import ALGORITHM, BLOCK_SIZE, FileRecord, digest
-from megatron_ckpt.views import Box, cut_dims, tiles
+from megatron_ckpt.views import MOST_CUT_DIMS, Box, cut_dims, tiles
 
 MANIFEST = "MANIFEST.json"
 FORMAT = "megatron-ckpt"
@@ -22,7 +22,6 @@ FORMAT_VERSION = 1
 _FIRST_KIND = "gpt"  # the only kind when records did not have one
 _NO_DIGEST = "0" * 32
 _CORRUPT = CorruptCheckpointError
-_MOST_CUT_DIMS = 8  # each doubles the time of the check that pieces do not overlap
 _MOST_BYTES = 1 << 62
 
 
@@ -192,8 +191,8 @@ def _tensor(record: Fields, files: Mapping[str, FileRecord]) -> TensorRecord:
     if covered != math.prod(shape):
         raise record.invalid("shape", f"but its pieces have {covered} elements")
     boxes = [piece.box for piece in pieces]
-    if len(cut := cut_dims(shape, boxes)) > _MOST_CUT_DIMS:
-        most = f"at most {_MOST_CUT_DIMS} can be"
+    if len(cut := cut_dims(shape, boxes)) > MOST_CUT_DIMS:
+        most = f"at most {MOST_CUT_DIMS} can be"
         raise record.invalid("shape", f"and is cut along {len(cut)} dims; {most}")
     if not tiles(shape, boxes):
         raise record.invalid("shape", "but two of its pieces overlap")

@@ -37,9 +37,9 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 
 def _reason(error: OSError) -> str:
-    known: dict[int | None, str] = {
+    advice: dict[int | None, str] = {
         errno.EADDRINUSE: "the port is in use; use another --port, or 0 for any free port",
         errno.EACCES: "no permission for this port; use a --port above 1023",
         errno.EADDRNOTAVAIL: "the address does not belong to this machine; use another --host",
     }
-    return known.get(error.errno, str(error.strerror or error))
+    return advice.get(error.errno, str(error.strerror or error))
