@@ -16,8 +16,7 @@ from megatron_infer.server.guard import OPEN_PATHS
 
 TOKEN = "correct-horse-battery-staple"
 LIMIT = 4096
-PATIENCE = 60
-"""Seconds after which a wait is considered hung."""
+PATIENCE = 60  # seconds after which a wait is considered hung
 
 
 class Running:
@@ -181,6 +180,7 @@ def test_a_request_must_arrive_in_time_at_any_pace(server: Running) -> None:
         body.sendall(PUT + b"Content-Length: 40\r\n\r\n{")
         kept.sendall(HEALTH.replace(b"close", b"keep-alive"))
         assert read(kept)[0] == 200
+        wait_until(lambda: not any(one.answering for one in server.channels()))
         server.later(800)
         assert all(map(is_open, (silent, head, body, kept)))
         head.sendall(b"T")
