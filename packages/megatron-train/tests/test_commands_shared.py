@@ -98,7 +98,6 @@ def test_warnings_are_lines_of_the_command_until_it_ends(capsys):
         ("--cuont=3", ["unknown argument --cuont; did you mean --count?; see tool --help"]),
         ("--cou 3", ["unknown argument --cou; see tool --help"]),  # no abbreviations
         ("word", ["unknown argument word; see tool --help"]),
-        ("a", ["unknown argument a; see tool --help"]),  # -h has no letter of it
         ("-- --cuont", ["unknown argument --cuont; did you mean --count?; see tool --help"]),
         (
             "--xyzzy --cuont --xyzzy",

@@ -256,8 +256,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Returns ``"; did you mean X?"`` for the known word with the nearest spelling, or ``""``."""
     plain = _plain(word)
     length = len(plain)
-    # At least one letter stays: any other letter is one edit from a single one.
-    best, found = min(max(1, min(length // 3, 2), length // 4) + 1, length), ""
+    best, found = max(1, min(length // 3, 2), length // 4) + 1, ""
     for other in known:
         distance = _edits(plain, _plain(other), best)
         if distance < best:
