@@ -5,7 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_kernels import Backend, vocab_cross_entropy, vocab_cross_entropy_gradient
+from megatron_kernels import (
+    Backend,
+    Mask,
+    attention,
+    vocab_cross_entropy,
+    vocab_cross_entropy_gradient,
+)
 from megatron_kernels.case import Case
 from megatron_kernels.cases import CASES
 from megatron_kernels.check import INPUTS, KNOWN, Inputs, check, check_backend, count_checks
@@ -127,10 +133,19 @@ def test_many_rows_give_what_the_reference_gives(dtype: torch.dtype) -> None:
 
 
 def test_known_deviations_still_exist() -> None:
-    found = [each for each in check(torch.float32, CPU, ("nan",)) if each.known is not None]
-    assert {(each.op, each.backend) for each in found if not each.within_tolerance} == {
-        (op, backend) for op, backend, *_ in KNOWN
-    }
+    """Which numbers of keys lose a NaN depends on the CPU: 1 to 7 with AVX2 (torch 2.13)."""
+    q = torch.full((1, 1, 2, 8), torch.nan)
+    lost = {"torch": 0, "reference": 0}
+    for keys in range(1, 18):
+        k, v = torch.ones(2, keys, 1, 2, 8)
+        for backend in lost:
+            out = attention(q, k, v, Mask(causal=False), backend=backend)
+            lost[backend] += not out.isnan().any()
+    assert lost["torch"] > 0
+    assert lost["reference"] == 0
+    paged = check(torch.float32, CPU, ("nan",), ("paged_attention",))
+    assert any(each.known and not each.within_tolerance for each in paged)
+    assert {op for op, *_ in KNOWN} == {"attention", "attention_forward", "paged_attention"}
 
 
 class Wrong(torch.autograd.Function):

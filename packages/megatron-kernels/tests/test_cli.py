@@ -1,5 +1,6 @@
 """The command `megatron-kernels`."""
 
+import re
 import subprocess
 import sys
 
@@ -47,9 +48,10 @@ def test_the_inputs_of_the_command_are_those_of_the_check() -> None:
 def test_known_deviations_and_misspelt_operations_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["check", "attention", "--dtype", "float32", "--inputs", "nan"]) == 0
+    # Deviates on every CPU; `attention` does not if the CPU has no AVX-512.
+    assert main(["check", "paged_attention", "--dtype", "float32", "--inputs", "nan"]) == 0
     out = capsys.readouterr().out
-    assert "known deviations\n  attention (causal), torch, nan: torch's kernel returns zeros" in out
+    assert re.search(r"known deviations\n  paged_attention .*, torch, nan: torch's kernel ret", out)
     assert main(["check", "atention"]) == 1
     assert "no operation 'atention'; did you mean attention?" in capsys.readouterr().err
 
