@@ -27,6 +27,7 @@ from nox_jobs import (
     run_lanes,
     split_slow,
 )
+from session_times import take_part
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv"
@@ -65,6 +66,11 @@ PAIRS = (
 """Checks with two processes."""
 LAST = ("build",)
 """It recreates dist/, and no session may install from there meanwhile."""
+FULL = (*ALONE, "simulated", "device", "families", "functional")
+"""Checks of `full` with a single process."""
+FULL_LAST = (*LAST, "oldest", "newest")
+PARTS = ((*PAIRS[:-1], *ALONE), (PAIRS[-1], *FULL[len(ALONE) :]), FULL_LAST)
+"""Thirds of `full`, for several machines or for one at several times."""
 
 
 def build_wheels(session: nox.Session) -> None:
@@ -89,12 +95,16 @@ def tests(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """Runs `tests` with all tests of which it runs a sample; `-- --resume` continues such a run.
 
-    `mutation`, a random draw that takes hours, is no part of it.
+    `-- --part 1`, `2` and `3` run a third each. `mutation`, a random draw that takes hours, is no
+    part of it.
     """
-    alone = (*ALONE, "simulated", "device", "families", "functional")
-    last = (*LAST, "oldest", "newest")
-    posargs = ["--slow", *session.posargs]
-    run_lanes(session, posargs, pairs=PAIRS, alone=alone, last=last)
+    try:
+        wanted, posargs = take_part(session.posargs, PARTS)
+    except ValueError as error:
+        session.error(str(error))
+    lanes = {"pairs": PAIRS, "alone": FULL, "last": FULL_LAST}
+    chosen = {lane: [one for one in every if one in wanted] for lane, every in lanes.items()}
+    run_lanes(session, ["--slow", *posargs], **chosen)
 
 
 @job()

@@ -166,7 +166,8 @@ def run_lanes(
     failed = [subprocess.call(line(["wheels"]))]
     with (ROOT / ".nox" / "alone.log").open("w+") as printed:
         beside = line(alone, posargs)
-        print(f"{', '.join(alone)} run beside these; see {printed.name}", flush=True)
+        if alone:
+            print(f"{', '.join(alone)} run beside these; see {printed.name}", flush=True)
         with subprocess.Popen(beside, stdout=printed, stderr=subprocess.STDOUT) as running:
             failed += [subprocess.call(line(pairs, posargs)), running.wait()]
         printed.seek(0)

@@ -1,8 +1,8 @@
-"""Times and results of nox sessions, for the closing table and to continue an interrupted run."""
+"""Times and results of nox sessions for the closing table, and what a run of many leaves out."""
 
 import json
 import subprocess
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +57,25 @@ class SessionTimes:
     def _row(self, name: str) -> dict[str, object]:
         path = self.folder / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else {}
+
+
+def take_part(
+    words: Sequence[str], parts: Sequence[Sequence[str]]
+) -> tuple[list[str], list[str]]:
+    """Returns the sessions of `--part N`, of all parts without it, and the other arguments.
+
+    Raises:
+        ValueError: There is no such part.
+    """
+    others = list(words)
+    if "--part" not in others:
+        return [name for part in parts for name in part], others
+    at = others.index("--part")
+    number = "".join(others[at + 1 : at + 2])
+    del others[at : at + 2]
+    if number not in map(str, range(1, len(parts) + 1)):
+        raise ValueError(f"--part {number}: use a number from 1 to {len(parts)}")
+    return list(parts[int(number) - 1]), others
 
 
 def source_state(root: Path = ROOT) -> str:

@@ -3,7 +3,8 @@
 import subprocess
 from pathlib import Path
 
-from session_times import SessionTimes, source_state
+import pytest
+from session_times import SessionTimes, source_state, take_part
 
 
 def test_the_table_has_minutes_results_and_sums(tmp_path: Path) -> None:
@@ -51,3 +52,22 @@ def test_only_a_commit_names_the_source(tmp_path: Path) -> None:
     assert source_state(tmp_path) == git("rev-parse", "HEAD")
     (tmp_path / "code.py").write_text("a = 2\n")
     assert source_state(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "sessions", "others"),
+    [
+        ([], ["a", "b", "c"], []),
+        (["--resume"], ["a", "b", "c"], ["--resume"]),
+        (["--part", "1"], ["a", "b"], []),
+        (["-k", "x", "--part", "2", "--resume"], ["c"], ["-k", "x", "--resume"]),
+    ],
+)
+def test_a_part_is_taken_out_of_the_arguments(words, sessions, others) -> None:
+    assert take_part(words, (("a", "b"), ("c",))) == (sessions, others)
+
+
+@pytest.mark.parametrize("words", [["--part", "0"], ["--part", "3"], ["--part"], ["--part", "x"]])
+def test_an_unknown_part_is_refused(words) -> None:
+    with pytest.raises(ValueError, match="use a number from 1 to 2"):
+        take_part(words, (("a", "b"), ("c",)))
