@@ -59,9 +59,7 @@ class SessionTimes:
         return json.loads(path.read_text()) if path.exists() else {}
 
 
-def take_part(
-    words: Sequence[str], parts: Sequence[Sequence[str]]
-) -> tuple[list[str], list[str]]:
+def take_part(words: Sequence[str], parts: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
     """Returns the sessions of `--part N`, of all parts without it, and the other arguments.
 
     Raises:
