@@ -4,15 +4,17 @@ The measurements are stored in a JSON file and repeated for test files that chan
 files changed.
 """
 
+import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coverage import CoverageData
+from coverage.exceptions import CoverageException
 
 from mutation.scratch import Scratch
 from mutation.warm import Order, Run, Workers
@@ -128,18 +130,7 @@ def run_covered(copy: Scratch, name: str, wanted: Sequence[str]) -> Generator[Or
         took = Path(folder) / "seconds.json"
         tests: dict[str, float] = json.loads(took.read_text()) if took.exists() else {}
         places = {test: place for place, test in enumerate(tests)}
-        sources: dict[str, tuple[str, dict[str, list[int]]]] = {}
-        for path in Path(folder).glob("data*"):
-            data = CoverageData(str(path))
-            data.read()
-            for measured in data.measured_files():
-                source = Path(measured).relative_to(copy.folder).as_posix()
-                _, lines = sources.setdefault(source, (digest_of(copy.folder / source), {}))
-                for line, contexts in data.contexts_by_lineno(measured).items():
-                    # Of a started program: its static context, "|", its dynamic one.
-                    names = {one.rpartition("|")[2] or one.rstrip("|") for one in contexts}
-                    found = {places.get(name, OUTSIDE) for name in names}
-                    lines[str(line)] = sorted(found.union(lines.get(str(line), ())))
+        sources = covered_lines(sorted(Path(folder).glob("data*")), copy.folder, places)
     return {
         "digest": digest_of(copy.folder / name),
         "seconds": run.seconds,
@@ -148,6 +139,29 @@ def run_covered(copy: Scratch, name: str, wanted: Sequence[str]) -> Generator[Or
         "sources": sources,
         "output": "" if run.passed else run.output[-4000:],
     }
+
+
+def covered_lines(
+    paths: Iterable[Path], root: Path, places: Mapping[str, int]
+) -> dict[str, tuple[str, dict[str, list[int]]]]:
+    """Returns digest and lines of each source file in coverage's data files, as in a `Record`.
+
+    A file of a process that was killed while it saved is left out.
+    """
+    sources: dict[str, tuple[str, dict[str, list[int]]]] = {}
+    for path in paths:
+        data = CoverageData(str(path))
+        with contextlib.suppress(CoverageException):
+            data.read()
+            for measured in data.measured_files():
+                source = Path(measured).relative_to(root).as_posix()
+                _, lines = sources.setdefault(source, (digest_of(root / source), {}))
+                for line, contexts in data.contexts_by_lineno(measured).items():
+                    # Of a started program: its static context, "|", its dynamic one.
+                    names = {one.rpartition("|")[2] or one.rstrip("|") for one in contexts}
+                    found = {places.get(name, OUTSIDE) for name in names}
+                    lines[str(line)] = sorted(found.union(lines.get(str(line), ())))
+    return sources
 
 
 def digest_of(path: Path) -> str:

@@ -8,12 +8,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from coverage import CoverageData
 from mutation import table, targets
 from mutation.defects import defects, difference, plant
 from mutation.naming import in_function, naming_tests
 from mutation.outcomes import Outcomes, checked, run_first_trials, run_trials
 from mutation.plan import Planted, plan
-from mutation.reach import Reach
+from mutation.reach import OUTSIDE, Reach, covered_lines
 from mutation.scratch import Scratch
 from mutation.trial import CAUGHT, SURVIVED, TIMED_OUT, Limit, Outcome, trial
 from mutation.warm import Run, Workers
@@ -338,3 +339,19 @@ def test_reasons_name_survivors_by_what_stands_in_the_code_now() -> None:
         before = change.partition(" -> ")[0]
         text = " ".join((ROOT / source).read_text().split())
         assert " ".join(before.split()) in text, f"{key} is no longer in the code"
+
+
+def test_data_of_a_process_that_was_killed_while_it_saved_are_left_out(tmp_path):
+    (tmp_path / "code.py").write_text("a = 1\nb = 2\n")
+    whole = CoverageData(str(tmp_path / "data.1"))
+    whole.set_context("test_a.py::test_it")
+    whole.add_lines({str(tmp_path / "code.py"): [1]})
+    whole.set_context("")
+    whole.add_lines({str(tmp_path / "code.py"): [1, 2]})
+    whole.write()
+    cut = [b"", b"SQLite format 3\0", (tmp_path / "data.1").read_bytes()[:5000]]
+    for number, content in enumerate(cut):
+        (tmp_path / f"data.2{number}").write_bytes(content)
+    paths = sorted(tmp_path.glob("data*"))
+    found = covered_lines(paths, tmp_path, {"test_a.py::test_it": 0})
+    assert len(paths) == 4 and found["code.py"][1] == {"1": [OUTSIDE, 0], "2": [OUTSIDE]}
