@@ -116,6 +116,12 @@ def test_pieces_of_a_flat_shard_are_views() -> None:
     assert flat.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 8]
 
 
+def test_a_shard_of_one_box_need_not_be_contiguous() -> None:
+    box, shard = Box((0, 0), (3, 2)), torch.arange(6.0).view(2, 3).t()
+    ((piece, where),) = Region(None, (box,)).pieces(shard)
+    assert piece is shard and where == box
+
+
 def test_fused_sizes_must_add_up() -> None:
     assert Sharding((2, 7, 3), fused_sizes=(4, 2, 1)).matrix == (14, 3)
     with pytest.raises(

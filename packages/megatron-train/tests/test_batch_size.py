@@ -32,6 +32,7 @@ def test_a_ramp_with_more_increments_than_samples_skips_sizes() -> None:
 
 def test_a_constant_schedule_has_equal_steps() -> None:
     schedule = BatchSizeSchedule.constant(8)
+    assert schedule.plateaus == ((0, 8),)
     assert list(schedule.sizes) == [8] and schedule.at(0) == schedule.at(10**12) == 8
     assert schedule.whole_steps(63) == (7, 56) and schedule.consumed_by(7) == 56
 

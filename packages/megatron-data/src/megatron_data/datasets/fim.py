@@ -96,9 +96,12 @@ class FillInTheMiddle:
         Returns:
             Tokens of the three parts, each after its special token, int64 `[m]`.
         """
-        first, last, text = self._whole_characters(tokens)
+        found = self._whole_characters(tokens)
+        if found is None:
+            return tokens
+        first, last, text = found
         no_prefix = self.config.no_prefix
-        if text is None or (no_prefix is not None and text.startswith(no_prefix)):
+        if no_prefix is not None and text.startswith(no_prefix):
             return tokens
         begin, end = sorted(random.randint(0, len(text) + 1, 2).tolist())
         encoded = self.tokenizer.encode_batch([text[:begin], text[begin:end], text[end:]])
@@ -110,15 +113,15 @@ class FillInTheMiddle:
             return np.concatenate([pre, suf, suffix, mid, prefix, middle])
         return np.concatenate([pre, prefix, suf, suffix, mid, middle])
 
-    def _whole_characters(self, tokens: NDArray[np.int64]) -> tuple[int, int, str | None]:
-        """Returns begin, end and text of the tokens that decode to whole characters."""
+    def _whole_characters(self, tokens: NDArray[np.int64]) -> tuple[int, int, str] | None:
+        """Returns begin, end and text of the tokens that decode to whole characters, if any do."""
         for num_omitted in range(2 * _MOST_BYTES - 1):
             for first in range(max(num_omitted - _MOST_BYTES + 1, 0), min(num_omitted, 3) + 1):
                 last = len(tokens) - (num_omitted - first)
                 text = self.tokenizer.decode(tokens[first:last].tolist())
                 if text and _REPLACEMENT not in text:
                     return first, last, text
-        return 0, len(tokens), None
+        return None
 
     def _token(self, name: str) -> int:
         ids = self.tokenizer.encode(name)
