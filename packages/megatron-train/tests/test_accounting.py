@@ -249,6 +249,7 @@ def test_an_unfinished_interval_of_the_log_line_is_kept_without_its_times():
     second.on_step(trainer, report(4, sums={"lm loss": 0.0, "z loss": 6.0}))
     (line,) = second._console.lines
     assert "(ms): 500.0 |" in line and "tokens/s: 80.0 |" in line
+    assert "throughput" not in line and "MFU" not in line  # as by default
     assert f"lm loss: {120 / 90:.6E} | z loss: {0.1:.6E}" in line
     assert "skipped iterations:   2 | number of nan iterations:   1 |" in line
 

@@ -229,6 +229,13 @@ def test_usage_errors_are_one_line(words, status, message, capsys):
     assert message in captured.err
 
 
+@pytest.mark.parametrize("command", ["pretrain", "finetune"])
+def test_a_flag_of_megatron_without_effect_is_no_error(command, capsys):
+    assert main(f"{command} gpt --dataloader-type single --hidden-sise 8".split()) == 2
+    error = capsys.readouterr().err
+    assert "unknown argument --hidden-sise" in error and "--dataloader-type" not in error
+
+
 @pytest.mark.parametrize(
     ("words", "needed"),
     {

@@ -1,6 +1,7 @@
 """Which checkpoints a run continues, what it takes from them, and what it warns of."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,12 @@ from megatron_optim import LearningRateSchedule, Optimizer, OptimizerConfig, Par
 from megatron_parallel import Mesh, Sharding
 from megatron_parallel.sharding import ZEROS, StepState
 from megatron_train.callbacks.stopping import StopAt
-from megatron_train.checkpointing import is_checkpoint, refuse_other_model, restore
+from megatron_train.checkpointing import (
+    _match_histories,
+    is_checkpoint,
+    refuse_other_model,
+    restore,
+)
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
@@ -157,6 +163,21 @@ def test_histories_of_magnitudes_continue_only_with_their_shape(trained, tmp_pat
     ]
 
 
+def test_histories_that_do_not_fit_are_counted_among_those_of_the_run(tmp_path, console):
+    def histories(**lengths):
+        return {f"{name}.amax_history": [3, length] for name, length in lengths.items()}
+
+    shapes = histories(a=4, b=2, c=4, d=4)
+    views = {name: [SimpleNamespace(global_shape=(*shape,))] for name, shape in shapes.items()}
+    views["a"] = []
+    found = SimpleNamespace(path=tmp_path, histories=histories(a=4, b=4, d=4, e=4))
+    unused = _match_histories(views, found, console)
+    assert unused == {"b.amax_history", "e.amax_history"}
+    assert {*views} == {"a", "a.amax_history", "d.amax_history"}
+    (warning,) = console.warnings
+    assert "--fp8-recipe delayed for 2 of 4 weights: " in warning
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -191,6 +212,24 @@ def test_the_state_of_another_update_rule_is_refused(trained, tmp_path, console,
     trainer = trained(rule=other, **others)
     restore(trainer, tmp_path, {}, console, load_optimizer=False)
     assert trainer.iteration == 2
+
+
+def test_a_rule_without_state_continues_itself_alone(trained, tmp_path, console):
+    rule = {"rule": "sgd", "sgd_momentum": 0.0}
+    path, trainer = save(trained(**rule), tmp_path), trained(**rule)
+    restore(trainer, tmp_path, {}, console)
+    assert trainer.iteration == 2 and console.warnings == []
+    with pytest.raises(TrainError, match=f"^{path} was saved with .* the optimizer state none, an"):
+        restore(trained(), tmp_path, {}, console)
+
+
+def test_a_rule_with_the_same_state_continues_under_another_name(trained, tmp_path, console):
+    save(trained(), tmp_path, {"optimizer": {"optimizer": "named otherwise"}})
+    trainer = trained()
+    restore(trainer, tmp_path, {"optimizer": {"optimizer": "adam"}}, console)
+    assert trainer.optimizer.scalars()["steps"] == 2
+    (warning,) = console.warnings
+    assert "optimizer named otherwise in the checkpoint and adam in this run" in warning
 
 
 def test_weights_in_bf16_need_the_main_weights_of_a_checkpoint(trained, tmp_path, console):

@@ -102,7 +102,8 @@ def clock(monkeypatch):
         ([{"suspended": [(1, 99)], "end": 99}, {"end": 9}], None, [None, None]),
         ([{"suspended": [(1, 2.5), (3, 4.5)], "end": 6}, {"end": 6}], 1.0, [None, None]),
         ([{"suspended": [(1, 9)], "end": 9}, {"suspended": [(1, 9)], "end": 9}], 1.0, [None] * 2),
-        # Ranks that are all suspended do not notice a failure.
+        # Ranks that are all suspended do not notice a failure, also that of a killed rank.
+        ([{"suspended": [(1, FOREVER)]}, {"suspended": [(3.5, FOREVER)]}], 1.0, [3, 3.5]),
         ([{"end": 1, "status": 1}, {"suspended": [(0, FOREVER)]}], None, [None, 1]),
     ],
 )  # fmt: skip
@@ -135,6 +136,29 @@ def test_how_a_rank_ended_is_recorded_in_the_order_of_the_ends(clock):
     ]
     assert set(clock.unregistered) == {"at its end"}
     assert clock.now == 2.0
+
+
+def test_a_first_signal_is_forwarded_and_a_second_kills(clock, monkeypatch):
+    sent, select, heard = {1: signal.SIGTERM, 3: signal.SIGINT}, clock.select, []
+
+    def interrupted(timeout):
+        found = select(timeout)
+        if clock.now in sent:
+            signal.raise_signal(sent[clock.now])
+        return found
+
+    clock.select = interrupted
+    monkeypatch.setattr(
+        ScriptedRank, "signal", lambda rank, number: heard.append((rank.rank, number)), raising=False
+    )
+    made = [ScriptedRank(0), ScriptedRank(1, end=0.5), ScriptedRank(2)]
+    for rank in made:
+        rank.clock = clock
+    supervising = Supervisor(made)
+    supervising.run()
+    assert supervising.signals == [signal.SIGTERM, signal.SIGINT]
+    assert heard == [(0, signal.SIGTERM), (2, signal.SIGTERM)]
+    assert [rank.killed for rank in made] == [3, None, 3]
 
 
 def test_no_rank_survives_an_error_of_the_supervisor(clock):

@@ -174,6 +174,8 @@ def test_repeated_steps_replace_lost_ones(tmp_path):
         for record in (start(0), step(1, 5.0), step(2, 4.0), step(3, 3.0), start(2), step(3, 2.5)):
             writer.write(record)
         writer.write({"kind": "validation", "iteration": 3, "lm loss": 0.1 + 0.2})
+    with pytest.raises(ValueError, match="closed"):
+        writer.write(step(4, 1.0))
     records = read_records(path)
     assert [r["lm loss"] for r in records.train] == [5.0, 4.0, 2.5]
     assert records.validation[0]["lm loss"] == 0.1 + 0.2

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,24 @@ def test_a_product_is_measured_with_8192_rows_and_not_if_they_do_not_fit(monkeyp
     assert sizes == [(8192, 8192), (16, 16)]
 
 
+@pytest.mark.parametrize("device", [GPU, torch.device("cpu")], ids=str)
+def test_a_product_of_a_gpu_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch, device):
+    events = []
+
+    def clock():
+        events.append("clock")
+        return float(len(events))
+
+    matrix = SimpleNamespace(device=device)
+    monkeypatch.setattr(torch, "ones", lambda *shape, **options: matrix)
+    monkeypatch.setattr(torch, "mm", lambda *words: events.append("product"))
+    monkeypatch.setattr(torch.cuda, "synchronize", events.append)
+    monkeypatch.setattr(peak, "time", SimpleNamespace(perf_counter=clock))
+    assert measured_peak(device, torch.bfloat16) is not None
+    wait = [device] if device == GPU else []
+    assert events == ["product", *[*wait, "clock", "product", *wait, "clock"] * 5]
+
+
 @pytest.mark.parametrize(("dtype", "each"), [(torch.float32, "100"), (torch.float16, "1000")])
 def test_an_assumed_peak_says_so(dtype, each):
     assert assumed_cpu_peak(dtype).source == f"{each} GFLOP/s assumed for each CPU thread"
@@ -96,7 +115,10 @@ def test_the_commit_is_that_of_a_tracked_source(monkeypatch, tracked, described,
         if isinstance(found, Exception):
             raise found
         code = found if "ls-files" in words else 0
-        return subprocess.CompletedProcess(words, code, stdout=described)
+        decoded = options.get("text") or isinstance(described, Exception)
+        return subprocess.CompletedProcess(
+            words, code, stdout=described if decoded else described.encode()
+        )
 
     monkeypatch.setattr(subprocess, "run", run)
     assert environment(torch.device("cpu")).get("commit") == commit

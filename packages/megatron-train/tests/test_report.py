@@ -99,20 +99,35 @@ def figure_of(page, title):
     return figure, {line["name"]: line["points"] for line in data_of(figure)["lines"]}
 
 
-def test_losses_and_rates_are_means_over_a_hundredth_and_a_fiftieth_of_the_steps_on_each_side():
-    """Of 100 steps, the 50th has a loss of 9 and ten times the rate of 200 tokens per second."""
-    train = [step(n, 9.0 if n == 50 else 0.0) for n in range(1, 101)]
+@pytest.mark.parametrize(("steps", "losses", "rates"), [(99, 0, 1), (100, 1, 2)])
+def test_losses_and_rates_are_means_over_a_hundredth_and_a_fiftieth_of_the_steps_on_each_side(
+    steps, losses, rates
+):
+    """The 50th step has a loss of 9 and ten times the rate of 200 tokens per second."""
+    numbers = range(1, steps + 1)
+    train = [step(n, 9.0 if n == 50 else 0.0) for n in numbers]
     train[49]["seconds"] = 0.05
     page = render_page("run", Records(train, RECORDS.validation, [START]), "")
     figure, curves = figure_of(page, "lm loss (nats per token)")
-    near = {49, 50, 51}
-    assert curves["training"] == [[n, 3.0 if n in near else 0.0] for n in range(1, 101)]
+    mean = 9.0 / (2 * losses + 1)
+    assert curves["training"] == [[n, mean if abs(n - 50) <= losses else 0.0] for n in numbers]
     assert curves["validation"] == [[2, 4.5], [4, 4.25]]
     assert figure.count('<circle class="second"') == 2 and "<circle class" in figure
-    _, rates = figure_of(page, "Throughput (tokens per second)")
-    near = {48, 49, 50, 51, 52}
-    expected = [[n, (4 * 200 + 2000) / 5 if n in near else 200] for n in range(1, 101)]
-    assert [[n, pytest.approx(rate)] for n, rate in rates["tokens/s"]] == expected
+    _, curves = figure_of(page, "Throughput (tokens per second)")
+    mean = (2 * rates * 200 + 2000) / (2 * rates + 1)
+    expected = [[n, mean if abs(n - 50) <= rates else 200] for n in numbers]
+    assert [[n, pytest.approx(rate)] for n, rate in curves["tokens/s"]] == expected
+
+
+def test_losses_and_facts_are_those_of_the_last_step_and_start():
+    train = [step(1, 5.0), step(2, 4.5), step(3, 4.0, **{"z loss": 2.0})]
+    log = [{"kind": "log", "iteration": n, "lm loss": 8.0 / n} for n in (1, 2, 4)]
+    bare = {"kind": "event", "event": "start", "iteration": 0}
+    page = render_page("run", Records(train, [], [bare, bare, START], log), "")
+    assert tile(page, "z loss of step 3 alone") == "2.0000"
+    assert figure_of(page, "z loss (nats per token)")[1] == {"training": [[3, 2]]}
+    assert tile(page, "lm loss of the log line of step 4, over its interval") == "2.0000"
+    assert "<td>commit</td><td>unknown → abc</td>" in page
 
 
 def test_the_rate_and_the_norm_have_charts_of_their_own():
@@ -150,6 +165,8 @@ def test_tiles_leave_out_what_is_not_recorded():
     assert "log line" not in page and "best validation" not in page
     bare = render_page("run", Records([old], [], []), "")
     assert "median" not in bare and tile(bare, "tokens") == "0"
+    timed = render_page("run", Records([{**old, "seconds": 2.0}], [], []), "")
+    assert "median" not in timed and tile(timed, "in steps") == "0:00:02"
     back = render_page("run", Records([{**old, "seconds": -5.0}], [], []), "")
     assert tile(back, "in steps") == "0:00:00"
 
@@ -267,6 +284,13 @@ def test_a_grid_is_labelled_at_its_values():
     assert columns == [(f"{58 + 48.2 * step:.1f}", str(step)) for step in (0, 2, 4, 6, 8, 10)]
     lines = re.findall(r'class="grid" x1="58" x2="540" y1="([\d.]+)" y2="([\d.]+)"', figure)
     assert lines == [(y, y) for y, _ in rows]
+
+
+@pytest.mark.parametrize(("last", "columns"), [(6.0, "0123456"), (7.0, "0246")])
+def test_a_grid_has_about_five_rows_and_six_columns(last, columns):
+    figure = line_chart("t", [Curve("a", [(0.0, 0.0), (last, 9.0)])])  # the margin ends at 9.45
+    assert re.findall(r'text-anchor="end">(\w+)</text>', figure) == [*"02468"]
+    assert re.findall(r'text-anchor="middle">(\w+)</text>', figure) == [*columns]
 
 
 def test_downsampling_keeps_both_ends_of_each_interval():

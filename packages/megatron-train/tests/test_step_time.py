@@ -73,7 +73,7 @@ def test_a_long_step_is_a_warning_and_one_of_more_than_a_day_an_error():
     def check(seconds):
         return check_step_time(run, Peak(operations(8, 64) / seconds, "a table"))
 
-    assert check(60) is None
+    assert check(60) is None and check(60.5) is not None
     assert check_step_time(run, None) is None
     line = check(90)
     assert line.startswith("a step of 8 samples with --seq-length 64 takes at least 1.5 minutes: ")
@@ -81,7 +81,11 @@ def test_a_long_step_is_a_warning_and_one_of_more_than_a_day_an_error():
     assert "(a table); nothing is printed" in line
     assert "takes at least 24.0 hours" in check(24 * 3600)
     assert "takes at least 119.9 minutes" in check(7194)
+    assert "takes at least 120.0 minutes" in check(7199)
     assert "takes at least 2.0 hours" in check(7200 + 1e-3)
+    for seconds, shown in ((86401, "24.0 hours"), (172799, "48.0 hours"), (172801, "2.0 days")):
+        with pytest.raises(TrainError, match=f"at least {shown}: .*; the maximum is 24.0 hours: "):
+            check(seconds)
     with pytest.raises(TrainError, match=r"at least 2\.5 days: .*: lower --global-batch-size or "):
         check(60 * 3600)
 

@@ -1,6 +1,7 @@
 """Runs whose host reads a step after the next one has begun, as on a GPU, compared with others."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from megatron_ckpt import CheckpointStore
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import ProgressBar, Recorder
 from megatron_train.errors import TrainError
+from megatron_train.finiteness import UnreadStep
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.records import read_records
 from megatron_train.saving import Saver
@@ -58,6 +60,24 @@ def test_a_run_that_reads_late_is_the_same_run(make_trainer, bad):
     assert [r.iteration - 1 for r in two.reports if not r.updated] == [*bad]
     assert torch.equal(weights(plain), weights(late))
     assert plain.state() == late.state()
+
+
+@pytest.mark.parametrize(("device", "count"), [("cpu", 0), ("cuda", 1), ("meta", 1)])
+def test_steps_are_read_late_on_devices_that_run_behind_the_host(make_trainer, device, count):
+    engine = SimpleNamespace(mesh=SimpleNamespace(device=torch.device(device)))
+    assert make_trainer(engine=engine, optimizer=None)._steps_behind == count
+
+
+def test_all_steps_but_those_left_unread_are_read_at_once(make_trainer):
+    check = make_trainer().finiteness
+    for number in (1, 2, 3):
+        values = StepValues({"lm loss": math.nan}, {"lm loss": 1.0}, math.nan, False, False)
+        check.add(UnreadStep(number, values, [], {}), torch.tensor(True))
+    counts = []
+    for behind in (3, 1, 0):
+        check.read(behind)
+        counts.append(check.nan_steps)
+    assert counts == [0, 2, 3]
 
 
 @pytest.mark.parametrize(("ends", "count"), [(False, [0, 0]), (True, [0, 1])])

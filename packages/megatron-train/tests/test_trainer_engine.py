@@ -13,6 +13,7 @@ from megatron_train import engine as module
 from megatron_train.callbacks.stopping import StopAt
 from megatron_train.engine import BatchTotals, StepEngine
 from megatron_train.errors import TrainError
+from megatron_train.observation import NO_REPORTS, Reports
 from megatron_train.split_compiler import SplitBackend
 from megatron_train.tasks.task import MicroBatch
 
@@ -66,6 +67,60 @@ def test_layers_are_compiled_for_graphs_or_for_a_backward_pass_in_halves(compile
     assert isinstance(compiled[-1], SplitBackend)
 
 
+@pytest.mark.parametrize("given", ["gpipe", None])
+def test_a_schedule_is_that_of_the_layout_unless_it_is_given(monkeypatch, given):
+    settings = {}
+    monkeypatch.setattr(module, "PipelineEngine", lambda *_, **more: settings.update(more))
+    StepEngine(BigramTask(), Mesh.single(), schedule=given)
+    assert settings["schedule"] == (given or "1f1b")
+
+
+def test_graphs_begin_with_each_step_and_not_with_evaluations(make_steps):
+    begun, batches = [], next(make_steps(2, 3)(0))
+    graphs = SimpleNamespace(begin_step=lambda: begun.append("step"))
+    engine = StepEngine(BigramTask(), Mesh.single(), graphs=graphs)
+    engine.evaluate(batches)
+    assert begun == []
+    for number in (1, 2):
+        engine.run(batches, engine.denominators(batches), number)
+        assert begun == ["step"] * number
+
+
+# -- reports of layers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counters", "reports", "counted", "largest"),
+    [
+        ({"tokens": 1}, NO_REPORTS, True, False),
+        ({}, Reports({"tokens": 1}, {}), True, False),
+        ({}, Reports({}, {"tokens": 1}), False, True),
+        ({"tokens": 1}, Reports({}, {"tokens": 1}), True, True),
+        ({}, NO_REPORTS, False, False),
+    ],
+)
+def test_layers_report_counts_or_maxima_or_both(make_steps, counters, reports, counted, largest):
+    """The layer counts its tokens, and reports the largest of them."""
+    task, batches = BigramTask(), next(make_steps(2, 3)(0))
+    task.counters, task.measures = counters, None
+
+    def report(stage, positional, given):
+        losses = given.pop("auxiliary_losses", None)
+        assert (losses is None) == (not counted and not largest)
+        if counted:
+            losses.count("tokens", torch.tensor([given["input"].numel()]).double())
+        if largest:
+            losses.maximum("tokens", given["input"].max()[None].double())
+        return positional, given
+
+    task.stages[0].register_forward_pre_hook(report, with_kwargs=True)
+    engine = StepEngine(task, Mesh.single())
+    engine.run(batches, engine.denominators(batches), 1, None, reports)
+    most = max(int(batch.fields["tokens"].max()) for batch in batches)
+    assert engine.counts == ({"tokens": 36} if counted else {})
+    assert engine.maxima == ({"tokens": most} if largest else {})
+
+
 # -- a pool of ranks -------------------------------------------------------------------------------
 
 
@@ -111,6 +166,31 @@ def test_tokens_that_ranks_share_count_once(pool):
     engine, _ = pool(0.0)
     assert engine.evaluation_denominators([documents(0, 2)]) == {"lm loss": 0}
     assert engine.denominators([documents(0, 2)]) == {"lm loss": 1}  # so that the loss is 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis"),
+    [
+        (ParallelLayout(dp=2), "dp"),
+        (ParallelLayout(dp=2, tp=2, pp=2), "dp"),
+        (ParallelLayout(dp=1, cp=2), "dp_cp"),
+        (ParallelLayout(dp=2, hybrid_cp=True), "dp_cp"),
+    ],
+)
+def test_losses_are_summed_over_ranks_that_share_a_sequence(layout, axis):
+    engine = object.__new__(StepEngine)
+    engine.mesh = Mesh(layout, 0)
+    assert engine._data == axis
+
+
+def test_micro_batches_are_copied_to_a_device_other_than_the_host():
+    def own(kind):
+        mesh = SimpleNamespace(device=torch.device(kind))
+        return StepEngine._own(SimpleNamespace(mesh=mesh, _cuts=False), batch)
+
+    batch = documents(3, None)
+    assert own("cpu") is batch
+    assert {field.device.type for field in own("meta").fields.values()} == {"meta"}
 
 
 # -- the end of a run ------------------------------------------------------------------------------

@@ -15,11 +15,9 @@ def plot_losses(records: Records, loss: str, path: Path) -> None:
 
     The loss of every step is drawn faintly, with its running mean on top.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     steps, values = _curve(records.train, loss)
     if values:
