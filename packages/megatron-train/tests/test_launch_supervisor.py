@@ -149,7 +149,10 @@ def test_a_first_signal_is_forwarded_and_a_second_kills(clock, monkeypatch):
 
     clock.select = interrupted
     monkeypatch.setattr(
-        ScriptedRank, "signal", lambda rank, number: heard.append((rank.rank, number)), raising=False
+        ScriptedRank,
+        "signal",
+        lambda rank, number: heard.append((rank.rank, number)),
+        raising=False,
     )
     made = [ScriptedRank(0), ScriptedRank(1, end=0.5), ScriptedRank(2)]
     for rank in made:
