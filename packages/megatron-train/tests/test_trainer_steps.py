@@ -1,11 +1,15 @@
-"""What a trainer does around its steps: averages, times, waits, and the state of spikes."""
+"""What a trainer does around its steps: averages, times, waits, saves, and what layers report."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron_ckpt import Checkpoint, CheckpointStore
 from megatron_optim import ParameterAverages, SpikeConfig, SpikeDetector
 from megatron_train.callbacks.stopping import StopAt
+from megatron_train.metrics.console import Console
+from megatron_train.observation import NO_REPORTS
+from megatron_train.saving import Saver
 from megatron_train.trainer import Callback
 
 from .test_accounting import spoil
@@ -76,3 +80,28 @@ def test_means_of_spikes_continue_only_where_both_runs_have_them(make_trainer, s
     both = saved and kept
     assert second.state().get("spikes") == (first.state()["spikes"] if both else fresh)
     assert not both or fresh != first.state()["spikes"]
+
+
+def test_what_layers_report_of_a_step_is_recorded_and_scales_the_weights(make_trainer):
+    trainer, half = make_trainer(), torch.full((11, 1), 0.5, dtype=torch.float64)
+    plain = make_trainer()
+    plain.step(plain.micro_batches(0))
+    trainer.observation = SimpleNamespace(
+        reports=lambda number: NO_REPORTS,
+        measured=lambda counts, maxima, number: {"max": torch.tensor(4.0 + number)},
+        factors=lambda maxima: {"weight": half},
+    )
+    report = trainer.step(trainer.micro_batches(0))
+    assert report.statistics == {"max": 5.0}
+    assert torch.equal(weights(trainer), weights(plain) / 2)
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(make_trainer, tmp_path):
+    for bad in ({0}, ()):  # weights of the first run have not changed
+        saver = Saver(CheckpointStore(tmp_path), {}, None, None, None, Console(silent=True))
+        trainer = make_trainer(callbacks=[saver], train_iters=1)
+        trainer.micro_batches = spoil(trainer.micro_batches, bad)
+        trainer.run()
+    found = Checkpoint(tmp_path / "iter_0000001").read_tensor("weight")
+    assert torch.equal(found, weights(trainer))
+    assert not torch.equal(found, weights(make_trainer()))
