@@ -1,10 +1,19 @@
 """Settings of data parallelism, and limits of buckets and of what is reported about gradients."""
 
+import json
 from typing import Any
 
+import megatron_parallel.data_parallel.finite as finite
 import pytest
 import torch
-from megatron_parallel import DataParallelConfig, LayoutError, Mesh, Sharding, TrainableParameters
+from megatron_parallel import (
+    DataParallelConfig,
+    LayoutError,
+    Mesh,
+    ParallelLayout,
+    Sharding,
+    TrainableParameters,
+)
 from megatron_parallel.data_parallel import GradientFusion
 from megatron_parallel.data_parallel.finite import (
     NonFiniteGradient,
@@ -136,6 +145,27 @@ def test_one_rank_reports_its_gradients_without_naming_itself(
     assert (
         describe_nonfinite_gradients([NonFiniteGradient(*each) for each in found], single) == line
     )
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "line"),
+    [
+        (
+            # Only the own gradients of the same parameter count, NaN or not; `b` is another one.
+            [[["x", "a", False, False]], [["x", "a", True, True]], [["x", "b", True, True]]],
+            "the gradient of 'a' (x) is infinite, and so it was on rank 1 before it was summed, "
+            "and so are those of 1 more parameters",
+        ),
+        ([[], [["x", "a", False, False]], []], "the gradient of 'a' (x) is infinite"),
+        ([[], [], []], ""),
+    ],
+)
+def test_ranks_whose_own_gradients_were_not_finite_are_named(
+    of_ranks: list[Any], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = list(map(json.dumps, of_ranks))
+    monkeypatch.setattr(finite, "all_gather_texts", lambda *_, **__: texts)
+    assert describe_nonfinite_gradients([], Mesh(ParallelLayout(dp=3), 0)) == line
 
 
 def test_fusion_as_text_counts_weights_and_reasons() -> None:

@@ -26,7 +26,9 @@ from megatron_parallel import (
 from megatron_parallel._compat import fully_sharded as torchs
 from megatron_parallel.collectives.traffic import Traffic
 from megatron_parallel.data_parallel.fully_sharded import FullySharded
+from megatron_parallel.mesh.axes import Axis
 from megatron_parallel.sharding import Box
+from megatron_parallel.sharding.cut import Cut
 from torch import Tensor, nn
 
 FSDP = DataParallelConfig(use_torch_fsdp2=True)
@@ -201,10 +203,10 @@ class Doubles:
     """An all-reduce over two ranks with equal numbers."""
 
     def __init__(self, t: Tensor) -> None:
-        t.mul_(2)
+        self.t = t
 
     def wait(self) -> None:
-        pass
+        self.t.mul_(2)
 
     def is_completed(self) -> bool:
         return True
@@ -222,6 +224,7 @@ def test_partial_gradients_are_summed_over_tensor_ranks_in_one_message() -> None
     assert reduction[:4] == ("tp", "all_reduce of gradients", ("gain", "head.bias"), 3 * 8)
     summed.sharded.zero()
     assert summed.sharded.reductions() == []
+    assert turn(DP2, 1, NOTHING, table=TABLE | partial).sharded.reductions() == []
 
 
 class Pair(NamedTuple):
@@ -340,7 +343,7 @@ def of_experts(dp: int) -> tuple[SimpleNamespace, nn.ModuleDict, dict[tuple[int,
     """Returns how the half of four experts is sharded that a rank of two has."""
     mesh, groups = with_groups(ParallelLayout(dp=dp, ep=2), 1)
     layer = nn.ModuleDict({"router": nn.Linear(4, 4), "experts": Experts(2)})
-    model = nn.ModuleDict({"layer": layer, "norm": nn.Linear(4, 4)})
+    model = nn.ModuleDict({"layer": layer, "norm": nn.Linear(4, 4), "none": nn.Identity()})
     table = {
         f"layer.experts.{name}": Sharding((4, *shape), experts=True)
         for name, shape in (("up", (6, 4)), ("down", (4, 6)))
@@ -365,6 +368,50 @@ def test_experts_of_one_rank_are_left_to_it() -> None:
     ((layer, _),) = found.units
     assert layer is model["layer"]
     assert set(found.ignored) == set(model["layer"]["experts"].parameters())
+
+
+def test_only_stages_that_hold_a_tied_weight_sum_it() -> None:
+    for rank, tied in ((0, ["embedding"]), (1, []), (2, ["embedding"])):
+        sharded = object.__new__(FullySharded)  # without process groups
+        sharded._mesh = with_groups(ParallelLayout(pp=3, dp=1), rank)[0]
+        sharded._parameters = dict.fromkeys(("embedding", "own"))  # type: ignore[arg-type]
+        sharded._table = {
+            "embedding": Sharding((4,), tied="embedding"),
+            "own": Sharding((4,)),
+        }
+        assert sharded.tied == tied
+
+
+def test_what_one_rank_holds_whole_is_not_cut() -> None:
+    sharded = object.__new__(FullySharded)
+    sharded._parameters = {name: nn.Parameter(torch.ones(4)) for name in ("own", "cut", "frozen")}
+    sharded._parameters["frozen"].requires_grad_(False)
+    box = (Box((0,), (4,)),)
+    sharded._cuts = {
+        name: Cut(Axis("dp", tuple(range(size)), 0, None, size), (4,), box * size)
+        for name, size in (("own", 1), ("cut", 2), ("frozen", 2))
+    }
+    assert list(sharded.cuts()) == ["cut"]
+
+
+def test_passes_are_announced_and_what_an_evaluation_left_gathered_is_dropped() -> None:
+    calls: list[Any] = []
+    sharded = object.__new__(FullySharded)
+    sharded._parameters, sharded._finished = {}, False
+    sharded._sharded = SimpleNamespace(  # type: ignore[assignment]
+        set_gradient_sync=lambda last: calls.append(("sync", last)),
+        reshard=lambda: calls.append("reshard"),
+    )
+    sharded._unsharded = SimpleNamespace(  # type: ignore[assignment]
+        begin=lambda *, last: calls.append(("begin", last))
+    )
+    sharded.begin()
+    sharded.begin(last=True)
+    assert sharded.all_local_shards() == {}
+    assert calls == [
+        *(("sync", False), ("begin", False), ("sync", True), ("begin", True)),
+        "reshard",
+    ]
 
 
 def test_what_cannot_be_sharded_is_refused() -> None:

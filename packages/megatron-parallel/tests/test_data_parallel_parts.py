@@ -1,5 +1,6 @@
 """Data parallelism without other ranks: dims that are sharded, refused calls, and waits."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch import nn
 from .test_parameter_buffers import (
     LAYERS,
     OVERLAPPED,
+    SHARDED,
     WIDTH,
     Layer,
     played,
@@ -198,3 +200,45 @@ def test_regions_are_the_ranges_that_a_rank_updates() -> None:
         {"b": (Box((4, 0), (4, 16)),), "a": ()},
         {"b": (), "a": (Box((0, 0), (4, 16)),)},
     ]
+
+
+def test_layers_that_share_a_bucket_do_not_count_it_twice() -> None:
+    model, _, shards, events = played(replace(OVERLAPPED, ddp_bucket_size=2 * WIDTH**2))
+    with slow_collectives(model, events):
+        shards.start_gather()
+        assert model(torch.ones(1, WIDTH, dtype=torch.float64)).isfinite().all()
+    assert len(shards.buckets) == 2
+    assert [event for event in events if not event.startswith("starts")] == [
+        *("has weights 0.weight", "forward 0.weight", "forward 1.weight"),
+        *("has weights 2.weight", "forward 2.weight", "forward 3.weight"),
+    ]
+
+
+def test_a_gather_waits_for_the_one_before_of_its_bucket() -> None:
+    model, _, shards, events = played(OVERLAPPED)
+    with slow_collectives(model, events):
+        shards.start_gather()
+        assert events == [f"starts weights {n}.weight" for n in range(LAYERS)]
+        events.clear()
+        shards.start_gather()
+        shards.wait_for_parameters()
+    pairs = [(f"has weights {n}.weight", f"starts weights {n}.weight") for n in range(LAYERS)]
+    assert events[: 2 * LAYERS] == [event for pair in pairs for event in pair]
+
+
+def test_one_rank_gathers_nothing(single: Mesh) -> None:
+    weights, table = {"w": nn.Parameter(torch.ones(3))}, {"w": Sharding((3,))}
+    buffers = GradientBuffers(weights, table, single, SHARDED)
+    shards = ParameterBuffers(nn.ParameterDict(weights), buffers, table)
+    shards.start_gather()
+    shards.wait_for_parameters()
+    assert shards.gathers() == []
+
+
+def test_tensors_of_other_chunks_have_no_views(single: Mesh) -> None:
+    weights, table = {"w": nn.Parameter(torch.ones(3))}, {"w": Sharding((3,))}
+    buffers = GradientBuffers(weights, table, single, SHARDED)
+    shards = ParameterBuffers(nn.ParameterDict(weights), buffers, table)
+    assert shards.views({"other": torch.ones(3)}, single) == {}
+    found = shards.views({**shards.local_shards(), "other": torch.ones(3)}, single)
+    assert list(found) == ["w"]

@@ -43,6 +43,8 @@ def test_a_tied_weight_has_a_bucket_of_its_own() -> None:
     assert [bucket.tied for bucket in plans] == [None, "embedding"]
     alone = plan(tensors(embedding=30), 10**6, embedding=Sharding((30,), tied="embedding"))
     assert alone == plans[1:]  # the other stage, with other neighbours, has an equal bucket
+    last = plan(tensors(a=10, b=10, head=30), 10**6, head=Sharding((30,), tied="embedding"))
+    assert names(last) == [["head"], ["b", "a"]]
 
 
 def test_partial_gradients_of_all_layers_share_a_bucket() -> None:
@@ -129,7 +131,7 @@ def test_whole_matrices_have_buckets_of_their_own_and_the_rest_is_cut() -> None:
     assert plans[0].numel == 2 * 384  # of 256 + 128 elements with padding, and 320
     assert plans[0].split_shard(torch.empty(384), 0)["b"].shape == (3, 100)
     assert plans[1].split_shard(torch.empty(192), 1)["word"].shape == (142,)  # 64 + 270 - 192
-    assert not any(bucket.whole for bucket in plan(tensors(a=10), 10))
+    assert not any(bucket.whole for bucket in plan({"a": torch.empty(4, 16, device="meta")}, 10))
 
 
 def test_buckets_of_whole_matrices_fill_all_shards() -> None:

@@ -15,6 +15,7 @@ from megatron_parallel import (
     Mesh,
     ParallelLayout,
     RowParallelLinear,
+    Sharding,
     VocabParallelEmbedding,
     collect_shardings,
     initialize_parameters,
@@ -240,6 +241,24 @@ def test_weights_that_are_not_fused_have_a_reason(single: Mesh) -> None:
     )
     assert str(GradientFusion(disabled_reason="so")) == "gradient accumulation is not fused: so"
     assert model.up.product is PLAIN
+
+
+class OfExperts(nn.Module):
+    """A layer of two experts, whose matrices are multiplied in groups."""
+
+    product, product_parameters = PLAIN, ("weight",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.ones(2, 3, 4))
+        self.sharding = {"weight": Sharding((2, 3, 4), experts=True)}
+
+
+def test_products_of_experts_are_not_fused(single: Mesh) -> None:
+    layer = OfExperts()
+    buffers = GradientBuffers(layer.named_parameters(), layer.sharding, single)
+    fusion = fuse_gradient_accumulation([layer], [buffers])
+    assert not fusion.fused and not fusion.not_fused and layer.product is PLAIN
 
 
 def test_another_operation_can_be_passed(single: Mesh) -> None:

@@ -17,7 +17,7 @@ from megatron_parallel import (
 from megatron_parallel.data_parallel import fuse_gradient_accumulation
 from megatron_parallel.tensor_parallel import PLAIN, AccumulatingLookup, Lookup
 from megatron_parallel.testing import WorkerPool
-from torch import Tensor
+from torch import Tensor, nn
 
 VOCAB, H = 64, 5
 
@@ -81,7 +81,8 @@ def test_the_gradient_equals_that_of_autograd(
 
 
 def test_autograd_grad_returns_the_gradient_of_a_fused_weight(single: Mesh) -> None:
-    layer = VocabParallelEmbedding(VOCAB, H, single, lookup=Rows(), dtype=torch.float64)
+    rows = Rows()
+    layer = VocabParallelEmbedding(VOCAB, H, single, lookup=rows, dtype=torch.float64)
     initialize_parameters(layer, seed=1, mesh=single)
     buffers = GradientBuffers(layer.named_parameters(), collect_shardings(layer), single)
     tokens = torch.tensor([[3, 5, 3]])
@@ -90,6 +91,7 @@ def test_autograd_grad_returns_the_gradient_of_a_fused_weight(single: Mesh) -> N
     assert isinstance(layer.lookup, AccumulatingLookup)
     (found,) = torch.autograd.grad(layer(tokens).square().sum(), layer.weight)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    assert rows.firsts == [True]
 
 
 def test_a_row_that_many_tokens_select_has_an_exact_gradient_in_bf16(single: Mesh) -> None:
@@ -111,3 +113,13 @@ def test_a_copy_of_a_layer_leaves_gradients_to_autograd(single: Mesh) -> None:
     buffers = GradientBuffers(layer.named_parameters(), collect_shardings(layer), single)
     fuse_gradient_accumulation([layer], [buffers])
     assert isinstance(copy.deepcopy(layer).lookup, Rows)
+
+
+def test_lookups_of_trained_weights_inside_a_model_are_fused(single: Mesh) -> None:
+    model = nn.ModuleList(
+        [VocabParallelEmbedding(VOCAB, H, single, lookup=Rows()) for _ in range(3)]
+    )
+    model[0].weight.requires_grad_(False)
+    buffers = GradientBuffers(model.named_parameters(), collect_shardings(model), single)
+    assert fuse_gradient_accumulation([model], [buffers]).fused == ("1.weight", "2.weight")
+    assert isinstance(model[0].lookup, Rows)

@@ -145,8 +145,9 @@ class GathersHalves(PlainProduct, SavingProduct):
     """Saves half of its gathered input, and gathers inputs itself."""
 
     def forward_saving(self, x: Any, weights: Any, bias: Any, multiply: Any, **_: Any) -> Any:
-        """Returns the product, half of the input, and the weight."""
-        return multiply(x, weights[0], bias), Saved((x / 2,), tuple(weights))
+        """Returns the product, half of the input, what makes it whole, and the weight."""
+        double = torch.tensor(2.0, dtype=x.dtype)
+        return multiply(x, weights[0], bias), Saved((x / 2, double), tuple(weights))
 
     def gradient(self, dy: torch.Tensor, **_: bool) -> torch.Tensor:
         """Returns the gradient of the output."""
@@ -163,7 +164,8 @@ class GathersHalves(PlainProduct, SavingProduct):
 
     def weight_gradients(self, gradient: Any, saved: Saved, requests: Any) -> Any:
         """Returns `dy^T x`, or what the request does with it."""
-        return (requests[0] and requests[0](gradient, 2 * as_rows(saved.input[0])),)
+        half, double = saved.input
+        return (requests[0] and requests[0](gradient, double * as_rows(half)),)
 
 
 GATHERED: list[tuple[int, ...]] = []

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_models import GPTConfig, training_memory
+from megatron_models.fused_operations import FUSED, SEPARATE
 from megatron_optim import OptimizerConfig
 from megatron_parallel import ParallelLayout
 from megatron_train import memory_check
@@ -71,6 +72,11 @@ def test_attention_scores_count_if_unfused_attention_needs_all_of_them(monkeypat
     # Each of 4 layers saves scores, probabilities and dropped probabilities.
     saved = minimum_memory(unfused).activations - minimum_memory(dropping).activations
     assert saved == pytest.approx(4 * 3 * scores, rel=0.1)
+    # Without dropout, each saves scores and probabilities.
+    whole = run_of(10_000)
+    without = replace(whole, placement=unfused.placement)
+    saved = minimum_memory(without).activations - minimum_memory(whole).activations
+    assert saved == pytest.approx(4 * 2 * scores, rel=0.1)
     assert minimum_score_memory(replace(unfused, training=run_of(compile=True).training)) == 0
     half = ParallelLayout(tp=2, cp=2, dp=1)
     assert minimum_score_memory(replace(unfused, layout=half)) == scores // 2 // 4**2
@@ -88,6 +94,12 @@ def test_saved_activations_of_compiled_code_and_layers_of_other_stages_do_not_co
     whole = minimum_memory(run_of())
     compiled = minimum_memory(run_of(compile=True))
     assert compiled.activations < whole.activations / 8
+    separate = dict.fromkeys(FUSED, SEPARATE)
+    token = training_memory(run_of().model, 1, 2, backends=separate)
+    assert compiled.activations == token.activations
+    cut = run_of(layout=ParallelLayout(tp=2, dp=1), compile=True)  # a token cannot be cut
+    parallel = replace(cut, placement=PlacementConfig(sequence_parallel=True))
+    assert minimum_memory(parallel).activations == minimum_memory(cut).activations
     assert replace(compiled, activations=0) == replace(whole, activations=0)
     stage = minimum_memory(run_of(layout=ParallelLayout(pp=2, dp=1)))
     assert stage.parameters < whole.parameters and stage.activations < whole.activations
@@ -166,4 +178,6 @@ def test_sequence_parallelism_and_several_stages_lower_the_least_memory():
     single = minimum_memory(run_of())
     # A layer, its biases and gains, the embedding of 100 tokens, padded to 128, and 64 positions.
     assert staged.parameters == 4 * (12 * 32**2 + 13 * 32 + (128 + 64) * 32)
+    interleaved = minimum_memory(run_of(layout=ParallelLayout(pp=2, vpp=2, dp=1)))
+    assert interleaved.parameters == staged.parameters  # the layers of its first stage alone
     assert single.parameters == 4 * (4 * (12 * 32**2 + 13 * 32) + (128 + 64) * 32 + 2 * 32)

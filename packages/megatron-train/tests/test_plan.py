@@ -90,7 +90,9 @@ def test_memory_of_a_rank_is_that_of_its_shards(capsys):
     assert staged["micro_batches_in_flight"] == 2  # 1F1B, first of two stages
     assert staged["parameters"] == parameters
     virtual = (*pair, "--num-virtual-stages-per-pipeline-rank", "2")
-    assert planned(capsys, *SMALL.split(), *virtual)["micro_batches_in_flight"] == 2.5
+    interleaved = planned(capsys, *SMALL.split(), *virtual)
+    assert interleaved["micro_batches_in_flight"] == 2.5
+    assert interleaved["memory"]["parameters"] == 4 * (128 * 8 + 2 * layer)
     assert sum(whole["memory"].values()) == 2 * whole["memory"]["total"]
 
 
@@ -100,6 +102,16 @@ def test_averages_of_weights_take_4_bytes_each(capsys):
     more = 4 * plain["parameters"]
     assert averaged["memory"]["optimizer"] == plain["memory"]["optimizer"] + more
     assert averaged["memory"]["total"] == plain["memory"]["total"] + more
+
+
+def test_adapters_alone_have_gradients_and_optimizer_state(capsys):
+    """Two matrices of rank 2 for each of 4 weights of a layer: its inputs and its outputs."""
+    plain = planned(capsys, *SMALL.split())
+    lora = planned(capsys, *SMALL.split(), "--linear-product", "lora", "--lora-rank", "2")
+    adapters = 4 * 2 * ((8 + 24) + (8 + 8) + (8 + 16) + (16 + 8))
+    assert lora["memory"]["parameters"] == plain["memory"]["parameters"] + 4 * adapters
+    assert lora["memory"]["gradients"] == 4 * adapters
+    assert lora["memory"]["optimizer"] == 8 * adapters
 
 
 @pytest.mark.parametrize(

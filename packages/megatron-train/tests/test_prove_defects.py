@@ -141,8 +141,8 @@ def test_gains_and_biases_move_by_values_of_their_names_in_every_layout():
         "expert": SimpleNamespace(of_parameter=False, value=expert),
         "history": SimpleNamespace(of_parameter=True, value=history),
     }
-    views = {"gain": [view(gain)], "weight": [view(weight)], "other": [view(other)]}
-    views |= {"experts_bias": [view(biases)], "lora_b": [view(lora)], "expert": [view(expert)]}
+    views = {"expert": [view(expert)], "gain": [view(gain)], "weight": [view(weight)]}
+    views |= {"other": [view(other)], "experts_bias": [view(biases)], "lora_b": [view(lora)]}
     moved(states, **views)
     assert gain.mean() == pytest.approx(1.0, abs=0.015) and gain.std() == pytest.approx(
         0.2, rel=0.1

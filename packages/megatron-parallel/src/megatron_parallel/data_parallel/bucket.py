@@ -282,7 +282,6 @@ class Bucket:
         """Sets the gradient of a parameter that no backward pass of the step reached to zero."""
         if name in self._unwritten:
             view.zero_()
-            self._unwritten.remove(name)
         elif name not in self._low_precision and self.parameters[name].grad is None:
             self.parameters[name].grad = view.zero_()
 

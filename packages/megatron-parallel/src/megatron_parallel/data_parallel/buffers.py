@@ -125,7 +125,7 @@ class GradientBuffers:
         """
         self._check_open("begin()")
         self._last = last
-        if last and self.config.overlap_grad_reduce:
+        if last:
             for bucket in self.buckets:
                 bucket.pending = set(bucket.parameters)
 
@@ -158,9 +158,6 @@ class GradientBuffers:
         All gradients of the step must be complete.
         """
         self._check_open("start_reductions()")
-        self._last = False
-        for bucket in self.buckets:
-            bucket.pending = set()
         self._launch()
 
     def finish(self) -> None:
@@ -208,13 +205,12 @@ class GradientBuffers:
         """Removes the hooks and leaves gradients to autograd; parameters do not change."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
         for bucket in self.buckets:
             bucket.close()
 
     def _arrived(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
         """Collects a gradient that autograd has added to `.grad`."""
-        if self._finished or bucket.launched:
+        if bucket.launched:
             raise late_gradient_error(name)
         bucket.collect_gradient(name)
         if self._last and self.config.overlap_grad_reduce:
@@ -277,10 +273,9 @@ def finish_buffers(buffers: Sequence[GradientBuffers]) -> None:
     for each in buffers:
         if each._finished:
             raise LayoutError("finish() was called twice: call zero() after the optimizer's step")
-        if each._next < len(each.buckets):
-            for bucket in each.buckets:
-                bucket.pending = set()
-            each._launch()
+        for bucket in each.buckets:
+            bucket.pending = set()
+        each._launch()
     buckets = [bucket for each in buffers for bucket in each.buckets]
     for bucket in buckets:
         bucket.wait()
@@ -294,7 +289,7 @@ def finish_buffers(buffers: Sequence[GradientBuffers]) -> None:
     for bucket in ordered:
         bucket.wait()
     for each in buffers:
-        each._finished, each._last = True, False
+        each._finished = True
 
 
 def _extra_axes(plan: BucketPlan, axes: ReductionAxes, mesh: Mesh) -> list[Axis]:

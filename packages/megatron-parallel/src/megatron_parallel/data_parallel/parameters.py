@@ -135,7 +135,6 @@ class ParameterBuffers:
         self.wait_for_parameters()
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
 
     def _watch(self, module: nn.Module, units: set[nn.Module]) -> None:
         """Installs hooks: before its forward pass, a module waits for the buckets that it reads."""

@@ -120,10 +120,7 @@ class _SavesOperands(SavingProduct):
         weights: Weights,
         bias: Tensor | None,
         multiply: Multiply,
-        *,
-        constant: SavedTensors = (),
-        saves: bool = True,
-        by_rows: bool = False,
+        **options: Any,
     ) -> tuple[Float[Tensor, "... flat"], Saved]:
         """Returns the product, and input and weights."""
         return self._compute(x, weights, bias, multiply), Saved((x,), tuple(weights))

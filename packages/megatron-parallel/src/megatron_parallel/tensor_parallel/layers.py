@@ -94,7 +94,7 @@ class ColumnParallelLinear(nn.Module):
         spec = ColumnSpec(in_features, out, bias, *cut, init, fused_sizes=fused_sizes)
         self.sharding = spec.shardings(sequence_parallel)
         self.product_parameters = add_product_parameters(self.sharding, product)
-        _register(self, ("weight", "bias", *self.product_parameters[1:]), mesh, dtype, device)
+        _register(self, ("weight", "bias", *self.product_parameters), mesh, dtype, device)
         self.product = bind_product(self, product, mesh)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
@@ -179,7 +179,7 @@ class RowParallelLinear(nn.Module):
         spec = RowSpec(in_features, out_features, bias, axis, init)
         self.sharding = spec.shardings(sequence_parallel)
         self.product_parameters = add_product_parameters(self.sharding, product)
-        _register(self, ("weight", "bias", *self.product_parameters[1:]), mesh, dtype, device)
+        _register(self, ("weight", "bias", *self.product_parameters), mesh, dtype, device)
         self.product = bind_product(self, product, mesh)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
@@ -251,7 +251,7 @@ class ReplicatedLinear(nn.Module):
         spec = ReplicatedSpec(in_features, out_features, bias, axis, init)
         self.sharding = spec.shardings(sequence_parallel)
         self.product_parameters = add_product_parameters(self.sharding, product)
-        _register(self, ("weight", "bias", *self.product_parameters[1:]), mesh, dtype, device)
+        _register(self, ("weight", "bias", *self.product_parameters), mesh, dtype, device)
         self.product = bind_product(self, product, mesh)
 
     @classmethod
@@ -363,8 +363,6 @@ class VocabParallelEmbedding(nn.Module):
             not_here = (local < 0) | (local >= rows)
             partial = select_rows(self.weight, local.masked_fill(not_here, 0))
             partial = partial.masked_fill(not_here.unsqueeze(-1), 0.0)
-        if self.axis.size == 1:
-            return partial
         leave = scatter_sequence if _cut(self, sequence_parallel) else reduce_from_axis
         return leave(partial, self.axis)
 
@@ -430,7 +428,7 @@ def _register(
 ) -> None:
     """Registers the parameters of a layer without values; names without a sharding are None."""
     where = mesh.device if device is None else device
-    for name in names:
+    for name in dict.fromkeys(names):
         parameter = None
         if name in layer.sharding:
             shape = layer.sharding[name].local_shape(mesh)

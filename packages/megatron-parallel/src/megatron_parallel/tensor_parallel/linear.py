@@ -91,7 +91,7 @@ def column_parallel_linear(
         added_weights: This rank's part of each parameter that the product adds to the weight.
     """
     shape = weight.shape[:-1]
-    flat_bias = bias if bias is None or bias.dim() == 1 else bias.flatten()
+    flat_bias = None if bias is None else bias.flatten()
     weights = (weight, *added_weights)
     if axis.size == 1:
         y = product.forward(x, weights, flat_bias)

@@ -159,8 +159,8 @@ class _Options(NamedTuple):
 
     def rows(self, x: Tensor) -> Tensor:
         """Returns the whole input as rows, gathered with sequence parallelism."""
-        gathers = self.layer.sequence_parallel and self.layer.axis.size > 1
-        return (all_gather(x, self.layer.axis) if gathers else x).flatten(0, -2)
+        whole = all_gather(x, self.layer.axis) if self.layer.sequence_parallel else x
+        return whole.flatten(0, -2)
 
     def split(self, *rows: Tensor) -> Any:
         """Yields slices of several tensors."""

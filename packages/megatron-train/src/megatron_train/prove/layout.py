@@ -14,7 +14,7 @@ from megatron_parallel import LayoutError, ParallelLayout
 from megatron_train.errors import TrainError
 
 MAX_STAGES: Final = 8
-"""Pipeline stages of a small layout, unless two chunks on each rank are more."""
+"""Pipeline stages of a small layout, at most."""
 
 _MAX_DATA: Final = 16
 """Largest data-parallel size that is tried."""
@@ -64,7 +64,7 @@ def _candidates(layout: ParallelLayout, least_tp: int) -> Iterator[ParallelLayou
         _degrees(layout.ep),
         (None,) if layout.etp is None else _degrees(layout.etp),
     ):
-        chunks = max(2, MAX_STAGES // pp) if layout.stage_mapping == "loop" else 2
+        chunks = MAX_STAGES // pp if layout.stage_mapping == "loop" else 2
         for dp, outer in product(
             range(1 + (data > 1), min(data, _MAX_DATA) + 1),
             range(2, 3) if layout.dp_outer > 1 else (1,),
