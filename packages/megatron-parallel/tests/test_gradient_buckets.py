@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_parallel import DataParallelConfig, GradientBuffers, Mesh, ParallelLayout, Sharding
-from megatron_parallel import _compat
+from megatron_parallel import (
+    DataParallelConfig,
+    GradientBuffers,
+    Mesh,
+    ParallelLayout,
+    Sharding,
+    _compat,
+)
 from megatron_parallel.data_parallel import Bucket, BucketPlan
 from megatron_parallel.data_parallel import bucket as bucket_module
 from megatron_parallel.data_parallel.buffers import _largest
@@ -83,8 +89,9 @@ def test_each_bucket_moves_on_when_the_next_one_starts(events: list[str]) -> Non
     buffers, weights = buffers_of(TWO_INSTANCES, 0, EACH, a=64, b=256)
     buffers.begin(last=True)
     (weights["a"].sum() + weights["b"].sum()).backward()
-    assert events == ["starts shard of 256", "has shard of 256", "starts sum of 128"] + [
-        "starts shard of 128"  # with padding
+    assert events == [
+        *("starts shard of 256", "has shard of 256", "starts sum of 128"),
+        "starts shard of 128",  # with padding
     ]
     events.clear()
     buffers.finish()
@@ -287,12 +294,21 @@ def test_the_gradients_of_a_rank_are_checked_if_asked_for(events: list[str], che
     assert (found.nan, found.own) == (False, True if checked else None)
 
 
+class Given(Bucket):
+    """A bucket whose reduction would overwrite these gradients."""
+
+    def __init__(self, gradients: Tensor | None, checked: bool = True) -> None:
+        self.gradients_of_rank, self.checks_finite = gradients, checked
+
+    @property
+    def overwritten(self) -> Tensor | None:
+        """The gradients."""
+        return self.gradients_of_rank
+
+
 def test_one_number_of_each_bucket_is_a_sum_on_a_cpu_and_a_norm_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def bucket(t: Tensor | None, checked: bool = True) -> Any:
-        return SimpleNamespace(overwritten=t, checks_finite=checked)
-
     norm, calls = torch._foreach_norm, []
 
     def counted(tensors: list[Tensor], order: float) -> tuple[Tensor, ...]:
@@ -301,12 +317,12 @@ def test_one_number_of_each_bucket_is_a_sum_on_a_cpu_and_a_norm_elsewhere(
 
     monkeypatch.setattr(torch, "_foreach_norm", counted)
     first, *others = _largest(
-        [bucket(torch.ones(3)), bucket(None), bucket(torch.ones(2), checked=False)]
+        [Given(torch.ones(3)), Given(None), Given(torch.ones(2), checked=False)]
     )
     assert first == 3 and others == [None, None] and calls == []
-    assert _largest([]) == [] and _largest([bucket(None)]) == [None]
+    assert _largest([]) == [] and _largest([Given(None)]) == [None]
     elsewhere = torch.ones(3, device="meta")
-    found = _largest([bucket(elsewhere), bucket(None), bucket(elsewhere)])
+    found = _largest([Given(elsewhere), Given(None), Given(elsewhere)])
     assert [each is not None and each.is_meta for each in found] == [True, False, True]
     assert calls == [(2, math.inf)]
 

@@ -114,7 +114,9 @@ def test_a_bias_is_trained_beside_a_frozen_weight(single: Mesh, gradients: str) 
     loss = partial(LinearCrossEntropy(2, gradients), targets=TARGETS, true_vocab=5)
     leaves = [x, head.bias]
     found = torch.autograd.grad(head(x, loss=loss).sum(), leaves)
-    wanted = torch.autograd.grad(losses_of(functional.linear(x, head.weight, head.bias)).sum(), leaves)
+    wanted = torch.autograd.grad(
+        losses_of(functional.linear(x, head.weight, head.bias)).sum(), leaves
+    )
     torch.testing.assert_close(found, wanted)
 
 

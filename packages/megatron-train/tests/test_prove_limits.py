@@ -106,9 +106,7 @@ def test_losses_over_batches_are_proven_without_data_parallelism() -> None:
     assert small("gpt", "--recipe", "llama-tiny", *experts.split()).run.layout.tp == 2
 
 
-@pytest.mark.parametrize(
-    ("tokens", "room"), [(4, 2), (8, 2), (12, 4), (24, 6), (32, 8), (64, 16)]
-)
+@pytest.mark.parametrize(("tokens", "room"), [(4, 2), (8, 2), (12, 4), (24, 6), (32, 8), (64, 16)])
 def test_a_rank_of_a_pool_has_room_for_a_slice_at_least(
     tokens: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
