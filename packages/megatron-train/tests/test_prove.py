@@ -201,13 +201,17 @@ def test_the_small_run_has_a_constant_rate_whole_steps_and_no_other_precision() 
     assert changed.isdisjoint({"--train-samples", "--train-iters", "--exit-interval"})
 
 
-@pytest.mark.parametrize(("group", "small_group"), [(4, 2), (8, 3)])
-def test_micro_batches_in_a_row_are_as_many_as_ranks_or_more_as_before(group, small_group) -> None:
+@pytest.mark.parametrize(("group", "small_group", "samples"), [(4, 2, 4), (8, 3, 3)])
+def test_micro_batches_in_a_row_are_as_many_as_ranks_or_more_as_before(
+    group, small_group, samples
+) -> None:
+    """A rank has more than 2 micro-batches: 3 are a group of 3, but no groups of 2."""
     words = f"""{SIZES} --num-layers 16 --pipeline-model-parallel-size 4 --global-batch-size 32
         --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1
         --microbatch-group-size-per-virtual-pipeline-stage {group}"""
     run = small("gpt", *words.split(), max_ranks=2).run
     assert (run.layout.pp, run.pipeline.group_size) == (2, small_group)
+    assert run.global_batch_size == samples
 
 
 def test_layers_keep_their_kind_of_context_parallelism() -> None:

@@ -81,29 +81,44 @@ def test_a_small_model_may_have_four_million_parameters() -> None:
 def test_samples_are_a_multiple_of_what_context_and_sequence_parallelism_cut() -> None:
     """2 x 3 x 2 = 12 parts, and at least 16 tokens; positions are no more than tokens."""
     layout = "--tensor-model-parallel-size 2 --context-parallel-size 3"
+    layout += " --cpu-offloading-num-layers 2"
     found = small("gpt", *f"{SIZES} --seq-length 48 {layout}".split())
     assert found.run.data.seq_length == found.run.model.embedding.max_position_embeddings == 24
     assert not found.one_rank.data.broadcast_batches
+    assert found.run.recompute.cpu_offloading_num_layers == 1
 
 
-def test_a_number_of_micro_batches_that_the_schedule_lacks_is_raised() -> None:
-    words = f"""{SIZES} --num-layers 8 --pipeline-model-parallel-size 2 --global-batch-size 32
-        --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1"""
-    found = small("gpt", *words.split())
-    assert found.run.global_batch_size == 4  # 3 are no rounds of 2
+class StoppedError(Exception):
+    """Raised in place of a small layout."""
 
 
-def test_ranks_that_share_heads_are_four_at_least() -> None:
-    words = ("gpt", "--recipe", "llama3.2-1b", "--tensor-model-parallel-size", "16")
-    assert small(*words, max_ranks=4).run.layout.tp == 4
-    with pytest.raises(TrainError, match="give --max-ranks 4"):
-        small(*words, max_ranks=3)
+@pytest.fixture
+def least(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns the smallest tensor-parallel sizes that are asked for; no run shrinks further."""
+    found: list[int] = []
+
+    def layout(layout: ParallelLayout, max_ranks: int, *, least_tp: int) -> None:
+        found.append(least_tp)
+        raise StoppedError
+
+    monkeypatch.setattr(shrink_module, "small_layout", layout)
+    return found
 
 
-def test_losses_over_batches_are_proven_without_data_parallelism() -> None:
+def test_ranks_that_share_heads_are_four_at_least(least: list[int]) -> None:
+    """4 ranks share 2 query groups, but not 4."""
+    words = f"{SIZES} --hidden-size 32 --num-attention-heads 8 --tensor-model-parallel-size 4"
+    for groups in (2, 4):
+        with pytest.raises(StoppedError):
+            small("gpt", *f"{words} --group-query-attention --num-query-groups {groups}".split())
+    assert least == [4, 2]
+
+
+def test_losses_over_batches_are_proven_without_data_parallelism(least: list[int]) -> None:
     """A layout with several data-parallel ranks is refused."""
     experts = "--num-experts 4 --moe-global-aux-loss-coeff 0.1 --tensor-model-parallel-size 2"
-    assert small("gpt", "--recipe", "llama-tiny", *experts.split()).run.layout.tp == 2
+    with pytest.raises(StoppedError):
+        small("gpt", *f"{SIZES} {experts}".split())
 
 
 @pytest.mark.parametrize(("tokens", "room"), [(4, 2), (8, 2), (12, 4), (24, 6), (32, 8), (64, 16)])
@@ -151,10 +166,10 @@ def test_every_token_has_a_row_of_its_experts() -> None:
 
 
 def test_a_rank_with_padding_alone_has_no_tokens() -> None:
-    """5 tokens are 2 on each of 4 ranks, 1 on the third, and none on the last."""
+    """10 tokens are 2 on each of 5 ranks, and none on 3 more."""
     rows = torch.arange(2).view(2, 1)
-    for rank, kept in ((1, [[0], [1]]), (2, [[0]]), (3, [])):
-        found = recorded(mesh_of(tp=(4, rank)), 5, rows)
+    for rank, kept in ((4, [[0], [1]]), (5, []), (6, []), (7, [])):
+        found = recorded(mesh_of(tp=(8, rank)), 10, rows)
         assert {key: part.tolist() for key, part in found.items()} == {(0, 0, 2 * rank): kept}
 
 
@@ -270,8 +285,3 @@ def test_a_rank_records_every_step_and_the_first_one_counts_them(
     train_on_rank(Mesh(ParallelLayout(dp=2), rank), run, None, str(tmp_path / "steps"))
     assert asked == [(8, True)] and options["optimizer"] is RecordingOptimizer
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b".."] * (rank == 0)
-
-
-def test_offloaded_layers_are_one_in_the_small_run() -> None:
-    found = small("gpt", *f"{SIZES} --world-size 2 --cpu-offloading-num-layers 2".split())
-    assert found.run.recompute.cpu_offloading_num_layers == 1

@@ -149,7 +149,8 @@ def watch_routes(stages: Sequence[Any], mesh: Mesh, sequence_length: int) -> Rou
         return routes
     dp, tp, cp = mesh.axis("dp"), mesh.axis("tp"), mesh.axis("cp")
     whole = ContextSplit.zigzag(sequence_length, cp.size).indices[cp.index, 0]
-    own = whole.chunk(tp.size)[tp.index]
+    uneven = sequence_length % tp.size  # tokens are divided, and the last ranks are filled
+    own = whole if uneven else whole.chunk(tp.size)[tp.index]
     starts = [i for i in range(len(own)) if i == 0 or own[i] != own[i - 1] + 1]
 
     def watch(layer: int, router: Router) -> None:
@@ -159,7 +160,7 @@ def watch_routes(stages: Sequence[Any], mesh: Mesh, sequence_length: int) -> Rou
             if torch._C._current_graph_task_id() >= 0:
                 return  # recomputed in a backward pass
             number = next(numbers) * dp.size + dp.index
-            if sequence_length % tp.size:  # tokens are divided, and the last rank is filled
+            if uneven:
                 rows = len(routing.experts)
                 real = rows * tp.size // sequence_length * sequence_length
                 first = rows * tp.index
