@@ -182,6 +182,15 @@ def test_the_five_largest_files_are_drawn_with_all_their_lines(tmp_path, unsaved
     assert kind == "png" and bars(files) == [[(0, 2 * n) for n in (7, 6, 5, 4, 3)]]
 
 
+def test_each_rank_makes_a_picture_of_memory_higher_by_the_same(tmp_path, unsaved):
+    for count in (1, 2, 4):
+        draw_memory(SimpleNamespace(layout=""), [FIRST] * count, tmp_path / "a.svg")
+    sizes = [tuple(figure.get_size_inches()) for figure, _ in unsaved]
+    widths, (one, two, four) = {width for width, _ in sizes}, [height for _, height in sizes]
+    assert len(widths) == 1 and 0 < two - one < one
+    assert four - two == pytest.approx(2 * (two - one))
+
+
 @pytest.mark.parametrize(("steps", "near"), [(99, {50}), (100, {49, 50, 51})])
 def test_a_curve_of_losses_is_drawn_faintly_below_its_mean(tmp_path, unsaved, steps, near):
     """The mean covers a hundredth of all steps on either side."""

@@ -76,6 +76,12 @@ def test_a_norm_alone_and_a_parameter_alone_are_found() -> None:
     assert first_deviation(last, WHOLE) == Deviation(2, "parameter", "b", 1.0, (1,))
 
 
+def test_ranks_within_the_limit_are_not_named() -> None:
+    parts = [whole_pieces(a=A, b=B + by) for by in (1e-10, 1.0, 0.0)]
+    ranks = [replace(WHOLE, parameters=own) for own in parts]
+    assert first_deviation(ranks, WHOLE) == Deviation(2, "parameter", "b", 1.0, (1,))
+
+
 def test_what_is_not_a_number_or_on_no_rank_is_infinitely_wrong() -> None:
     assert not compare(changed(0, 1, "a", math.nan), WHOLE, experts=False).equal
     assert first_deviation(changed(0, 1, "a", math.nan), WHOLE).size == math.inf
