@@ -5,6 +5,7 @@ import importlib
 import io
 import logging
 import random
+import re
 import sys
 from functools import cache
 
@@ -106,6 +107,8 @@ def test_help_shows_defaults_and_what_is_required(parser):
         "WORD a word",
     ):
         assert line in made, made
+    shown = ["[default 3]", "[default a b]", "[default 5%]", "[default red]"]
+    assert re.findall(r"\[default [^]]*\]", made) == shown  # and no None, False or SUPPRESS
 
 
 def test_help_has_at_most_100_columns_and_keeps_flags_and_lines(module, monkeypatch):
@@ -118,6 +121,10 @@ def test_help_has_at_most_100_columns_and_keeps_flags_and_lines(module, monkeypa
     assert 90 < max(map(len, lines)) <= 100
     assert not [line for line in lines if line.endswith("-")]
     assert lines[-2:] == ["first line", "  second"]
+    fits, longer = "a" * 50 + " " + "b" * 49, "a" * 50 + " " + "b" * 50
+    made.description = f"{fits}\n{longer}"
+    lines = made.format_help().splitlines()
+    assert fits in lines and longer not in lines
     monkeypatch.setenv("COLUMNS", "60")
     assert 50 < max(map(len, made.format_help().splitlines())) <= 60
 
@@ -195,15 +202,31 @@ def test_the_status_is_that_of_the_command_or_of_its_end(module, parser, capsys)
     assert capsys.readouterr().err == ""
 
 
+def test_output_that_cannot_be_written_is_noticed_before_the_end(module, parser, monkeypatch):
+    class Closed(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    for words in (["--must", "x"], ["--help"]):
+        monkeypatch.setattr(sys, "stdout", Closed())
+        assert module.run_command(parser, words, lambda: ()) == 141
+
+
 def test_warnings_are_lines_of_standard_error_during_the_command(module, parser, capsys):
+    library = logging.getLogger("some.library")
+
     def warn(arguments):
-        logging.getLogger("some.library").warning("careful")
-        logging.getLogger("some.library").info("all is well")
+        library.warning("careful")
+        library.info("all is well")
         return 0
 
     before = list(logging.getLogger().handlers)
     parser.set_defaults(run=warn)
-    assert module.run_command(parser, ["--must", "x"], lambda: ()) == 0
+    library.setLevel(logging.INFO)
+    try:
+        assert module.run_command(parser, ["--must", "x"], lambda: ()) == 0
+    finally:
+        library.setLevel(logging.NOTSET)
     assert capsys.readouterr().err == "tool run: warning: careful\n"
     assert logging.getLogger().handlers == before
 

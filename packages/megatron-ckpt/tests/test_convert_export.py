@@ -172,6 +172,51 @@ def test_files_of_weights_have_5_gb_unless_another_size_is_given():
     assert default == 5_000_000_000
 
 
+def test_a_gigabyte_has_a_thousand_million_bytes(folder, tmp_path, monkeypatch):
+    run, sizes = str(import_hf(folder, tmp_path / "run")), []
+
+    def export(*_, max_shard_bytes, **settings):
+        sizes.append(max_shard_bytes)
+
+    monkeypatch.setattr("megatron_ckpt.convert.export_hf", export)
+    for words in ([], ["--max-shard-gb", "1"], ["--max-shard-gb", "0.25"]):
+        assert main(["convert", "--to-hf", run, str(tmp_path / "back"), *words]) == 0
+    assert sizes == [5_000_000_000, 1_000_000_000, 250_000_000]
+
+
+def test_an_import_does_not_replace_a_checkpoint(folder, tmp_path):
+    made = import_hf(folder, tmp_path / "run", iteration=3)
+    digest = Checkpoint(made).digest
+    with pytest.raises(CheckpointError, match="iter_0000003 exists and is complete"):
+        import_hf(folder, tmp_path / "run", iteration=3, dtype=torch.float16)
+    assert Checkpoint(made).digest == digest
+
+
+def test_files_of_a_tokenizer_keep_their_folders(tmp_path):
+    record = ModelRecord("toys", "toy", 3, TOY_FIELDS | {"num_layers": 0})
+    tensors = {"word": [View.whole(torch.ones(5, 2))]}
+    files = {f"tokenizer/templates/more/{name}": name.encode() for name in ("a", "b")}
+    run = CheckpointStore(tmp_path / "run").save(1, tensors, model=record, files=files)
+    back = export_hf(run, tmp_path / "back")
+    assert {path.name: path.read_text() for path in (back / "templates" / "more").iterdir()} == {
+        "a": "a",
+        "b": "b",
+    }
+
+
+def test_settings_of_another_program_keep_all_their_letters(folder, tmp_path):
+    """JSON may escape half of a surrogate pair, which UTF-8 cannot encode."""
+    path = folder / "config.json"
+    more = {"author": "\u65e5", "half": "\ud800"}
+    settings = json.loads(path.read_text()) | more
+    path.write_text(json.dumps(settings))
+    back = export_hf(import_hf(folder, tmp_path / "run"), tmp_path / "back")
+    text = (back / "config.json").read_bytes().decode()
+    found = json.loads(text)
+    assert {name: found[name] for name in more} == more
+    assert "\u65e5" in text
+
+
 class Bar:
     """Records what a progress bar gets."""
 
@@ -234,6 +279,16 @@ def test_settings_have_100_columns_outside_of_a_terminal(
         line for line in capsys.readouterr().out.splitlines() if "xxx" in line or "yyy" in line
     ]
     assert len(shown) == lines and max(map(len, shown)) <= 100
+
+
+def test_settings_are_broken_between_them_only(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    config = {"a": 1, "two-words": "one-of-many-kinds-of-text", "x" * 40: -1}
+    run = CheckpointStore(tmp_path).save(1, {}, model=ModelRecord("toys", "toy", 3, config))
+    assert main(["inspect", str(run)]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" " * 12)]
+    expected = ["a 1,", "two-words one-of-many-kinds-of-text,", "x" * 40 + " -1"]
+    assert shown == [" " * 12 + line for line in expected]
 
 
 SIZES = [

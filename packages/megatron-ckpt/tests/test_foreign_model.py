@@ -90,6 +90,31 @@ def test_a_digest_depends_on_settings_and_shapes_but_not_on_values(toy, folder):
     assert ForeignModel(folder).digest != first
 
 
+def test_a_digest_does_not_depend_on_the_order_of_the_settings(toy, folder):
+    first, config_from_hf = ForeignModel(folder), toy.config_from_hf
+
+    class Reversed(type(config_from_hf({"depth": 2}))):
+        def to_json(self):
+            return json.dumps(dict(reversed(json.loads(super().to_json()).items())))
+
+    toy.config_from_hf = lambda values: Reversed(values["depth"])
+    other = ForeignModel(folder)
+    assert list(other.model.config) == [*reversed(first.model.config)]
+    assert other.digest == first.digest
+
+
+def test_views_of_another_dtype_or_shape_are_refused(toy, folder):
+    model = ForeignModel(folder)
+    kept = torch.full((5, 2), 7.0, dtype=torch.float64)
+    with pytest.raises(CheckpointError, match="'word' is stored as F32, but the model has F64; lo"):
+        model.load_tensors({"word": [View.whole(kept)]})
+    assert (kept == 7.0).all()
+    model.load_tensors({"word": [View.whole(kept)]}, cast="floating")
+    assert torch.equal(kept.float(), model.read_tensor("word"))
+    with pytest.raises(CheckpointError, match="word"):
+        model.load_tensors({"word": [View.whole(torch.empty(4, 2))]})
+
+
 def test_former_endings_and_missing_prefixes_are_replaced(tmp_path):
     def names(*stored, prefix="net.", **settings):
         save_file({name: torch.ones(1) for name in stored}, tmp_path / "a.safetensors")

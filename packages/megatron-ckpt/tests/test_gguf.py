@@ -106,6 +106,7 @@ def write(path, *, llama=None, weights=None, kinds=None, more=None, name="llama"
     writer = gguf.GGUFWriter(path, name)
     scalar = {
         np.uint32: writer.add_uint32,
+        np.int32: writer.add_int32,
         np.float32: writer.add_float32,
         str: writer.add_string,
         bool: writer.add_bool,

@@ -87,6 +87,7 @@ def test_names_dims_and_shapes_have_limits(check):
     check(header(tensors=[tensor(shape=(8, size))]))
     check(header(tensors=[tensor(shape=(8, size + 1))]), f"more than {size} bytes can hold")
     check(header(tensors=[tensor(shape=(0, 8 * size + 8))]), "bytes can hold")
+    check(header(tensors=[tensor(shape=(1, 8 * size))]))
 
 
 def test_counts_fit_into_the_file(check):
@@ -101,6 +102,9 @@ def test_lists_of_strings_are_walked_and_lists_of_lists_refused(check):
     strings = struct.pack("<IQ", 8, 2) + text(b"one") + text(b"")
     check(header((9, strings), tensors=[tensor()]))
     check(header((9, struct.pack("<IQ", 9, 1) + bytes(16))), "has type 9, which is not valid there")
+    check(header((9, struct.pack("<IQ", 8, 9) + text(b"") * 9)))  # nothing but lengths
+    short = header((9, struct.pack("<IQ", 8, 2) + bytes(15)))
+    check(short, "it declares 2 elements of metadata key 0, but only 15 bytes follow")
     check(header((13, b"")), "has type 13, which is not valid there")
     check(header((9, struct.pack("<IQ", 8, 2) + text(b"one"))), "but only")
 

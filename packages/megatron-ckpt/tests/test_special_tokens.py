@@ -29,3 +29,11 @@ def test_special_token_ids_come_from_the_vocabulary(config, expected):
 
 def test_without_a_tokenizer_there_are_no_special_tokens():
     assert set(special_token_ids({}).values()) == {None}
+
+
+def test_a_missing_token_is_not_the_empty_piece_of_a_vocabulary():
+    files = {
+        "tokenizer.json": json.dumps({"model": {"vocab": {"": 0, "</s>": 1}}}).encode(),
+        "tokenizer_config.json": b'{"eos_token": "</s>"}',
+    }
+    assert tuple(special_token_ids(files).values()) == (None, 1, None)

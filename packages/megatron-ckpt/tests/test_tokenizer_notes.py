@@ -184,6 +184,21 @@ def test_the_class_may_be_named_in_the_configuration() -> None:
     assert rebuilding_class({"model_type": ["gpt2"]}, {"tokenizer_class": 3}) is None
 
 
+def test_a_class_that_replaces_parts_is_named_with_the_folder(tmp_path: Path) -> None:
+    given = definition({**BYTES, "add_prefix_space": True})
+    given["model"]["vocab"]["\u0120"] = 2  # a space
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(given))
+    kept: dict[str, Path | bytes] = {"tokenizer/tokenizer.json": path}
+    assert tokenizer_notes(tmp_path, kept) == []
+    settings = {"tokenizer_config.json": b'{"tokenizer_class": "GPT2Tokenizer"}'}
+    config = {"huggingface/config.json": b'{"model_type": "gpt2"}'}
+    for more in ({f"tokenizer/{name}": data for name, data in settings.items()}, config):
+        (note,) = tokenizer_notes(tmp_path, {**kept, **more})
+        start = "transformers 5 replaces parts of tokenizer.json by those of GPT2Tokenizer"
+        assert note.startswith(f"{tmp_path}: {start}")
+
+
 def test_complete_files_need_no_note(tmp_path: Path) -> None:
     names = ("tokenizer.json", "vocab.json", "README.md", "tokenizer.json.bak")
     for name in names:

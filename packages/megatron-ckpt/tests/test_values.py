@@ -48,6 +48,20 @@ def test_ordinary_values_are_ordinary_json():
     assert json.loads(dumps(value, "x")) == value
 
 
+@pytest.mark.parametrize(
+    "value",
+    [{"$bytes": "YQ=="}, {"$float": "nan"}, {"$": 1, "a": 2}, {1: 2, "a": 3}, {"$tuple": []}],
+)
+def test_keys_that_look_like_marks_are_restored_as_keys(value):
+    assert loads(dumps(value, "x")) == value
+
+
+def test_texts_are_written_as_they_are_and_deep_ones_refused():
+    assert dumps("\u00c4", "x") == '"\u00c4"'
+    with pytest.raises(CheckpointError, match="nested too deeply|cannot be read"):
+        loads("[" * 100_000)
+
+
 def test_non_finite_floats_and_bytes_round_trip():
     nan, inf, data = loads(dumps([math.nan, -math.inf, b"\0\xff"], "x"))
     assert math.isnan(nan) and inf == -math.inf and data == b"\0\xff"

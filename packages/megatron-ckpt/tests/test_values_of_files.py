@@ -90,6 +90,7 @@ def test_names_that_stay_inside_are_valid(name):
     [
         *("", ".", "..", "/a", "a/", "a//b", "a/../b", "a/./b", "a\\b", "a\nb"),
         *("x" * 256, "\u00e4" * 128, "a/" + "x" * 256, 3, None, b"a"),
+        *("/" + "x" * 252, "/" + "x" * 253),  # 255 and 256 characters with the quotes
     ],
 )
 def test_other_names_are_refused(name):

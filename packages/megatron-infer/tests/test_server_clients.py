@@ -11,9 +11,11 @@ class Watched(Running):
 
     gone: Callable[[], bool] | None = None
     address = ""
+    headers: frozenset[str] = frozenset()
 
     def answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> list[bytes]:
         self.gone, self.address = environ["waitress.client_disconnected"], environ["REMOTE_ADDR"]
+        self.headers = frozenset(name for name in environ if name.startswith("HTTP_"))
         return super().answer(environ, start)
 
 
@@ -38,5 +40,6 @@ def test_the_address_of_a_client_is_not_taken_from_its_headers() -> None:
             client.sendall(head)
             assert read(client)[0] == 200
         assert server.address == "127.0.0.1"
+        assert server.headers == {"HTTP_HOST", "HTTP_CONNECTION"}
     finally:
         server.end()

@@ -12,6 +12,7 @@ from megatron_infer.server.fields import (
     REFUSED,
     GenerateRequest,
     RequestError,
+    _shown,
     parse_request,
     request_schema,
 )
@@ -138,3 +139,38 @@ def test_a_value_in_a_message_has_at_most_40_characters(letters: int, shown: str
     with pytest.raises(RequestError) as refused:
         parse_request(body, SCHEMA)
     assert str(refused.value) == f"top_k must be an integer, not {shown}{dots}"
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "allowed"),
+    [(0, 0.5, True), (5, 0.0, True), (0, 0.0, True), (1, 0.5, False), (1, 1.0, False)],
+)
+def test_only_one_of_top_k_and_top_p_limits_the_tokens(
+    top_k: int, top_p: float, allowed: bool
+) -> None:
+    body = json.dumps(GOOD | {"top_k": top_k, "top_p": top_p}).encode()
+    if allowed:
+        found = parse_request(body, SCHEMA)
+        assert (found.top_k, found.top_p) == (top_k, top_p)
+        return
+    with pytest.raises(RequestError, match="top_k and top_p exclude each other"):
+        parse_request(body, SCHEMA)
+
+
+def test_one_of_top_k_and_top_p_turns_the_other_off() -> None:
+    """0 is no limit for both."""
+    for given, expected in (({"top_k": 3}, (3, 0.0)), ({"top_p": 0.5}, (0, 0.5))):
+        found = parse_request(json.dumps(GOOD | given).encode(), SCHEMA)
+        assert (found.top_k, found.top_p) == expected
+
+
+def test_a_request_may_have_128_prompts() -> None:
+    prompts = [str(number) for number in range(128)]
+    assert parse_request(json.dumps({"prompts": prompts}).encode(), SCHEMA).prompts == (*prompts,)
+
+
+def test_a_value_that_json_cannot_write_has_words_in_a_message() -> None:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    assert _shown(value) == "a deeply nested value"

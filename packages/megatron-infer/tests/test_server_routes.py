@@ -163,8 +163,12 @@ def test_every_text_is_joined_by_its_segments_to_the_last_byte(client: FlaskClie
     assert texts == [ByteTokenizer().decode(tokens) for tokens in answer["tokens"]]
     assert ["".join(segments) for segments in answer["segments"]] == texts
     assert {len(segments) for segments in answer["segments"]} == {4}
-    incomplete = [tokens for tokens in answer["tokens"] if 0xC2 <= tokens[-1] <= 0xF4]
-    assert incomplete
+    incomplete = [
+        segments[-1]
+        for tokens, segments in zip(answer["tokens"], answer["segments"], strict=True)
+        if 0xC2 <= tokens[-1] <= 0xF4
+    ]
+    assert incomplete and all(last.endswith("\ufffd") for last in incomplete)
 
 
 def test_scored_prompts_are_returned_as_they_are(client: FlaskClient) -> None:

@@ -1,5 +1,6 @@
 """A server in this process: its address, its signals, and what is left after its end."""
 
+import contextlib
 import gc
 import inspect
 import logging
@@ -11,10 +12,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from flask import Flask
 from megatron_data import ByteTokenizer
 from megatron_infer import GenerationService, InferError, ServerSettings, create_app, listen
+from megatron_infer.server import run
 from megatron_infer.server.run import _flush, serve
 from megatron_models import GPT
 
@@ -65,6 +69,43 @@ def test_a_signal_ends_the_server_and_leaves_nothing_behind(
     assert "waitress" not in names
     # Waiting requests are normal for this server and have their own limit.
     assert not logging.getLogger("waitress.queue").isEnabledFor(logging.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "grace"),
+    [
+        ([signal.SIGTERM], 7.0),
+        ([signal.SIGINT], 0.0),
+        ([signal.SIGTERM, signal.SIGINT], 0.0),
+        ([signal.SIGTERM, signal.SIGTERM], 7.0),
+    ],
+)
+def test_requests_end_before_responses_are_sent_and_sockets_closed(
+    monkeypatch: pytest.MonkeyPatch, numbers: list[signal.Signals], grace: float
+) -> None:
+    """After Ctrl-C, also as a second signal, no time of grace is given."""
+    steps: list[object] = []
+    for name in ("_flush", "_close"):
+
+        def note(server: object, name: str = name, do: Any = getattr(run, name)) -> None:
+            steps.append(name)
+            do(server)
+
+        monkeypatch.setattr(run, name, note)
+    settings = ServerSettings(port=0, grace_seconds=7)
+
+    def stop(url: str) -> None:
+        threads = {one.name: one.daemon for one in threading.enumerate()}
+        assert threads["waitress"]  # it does not keep the process
+        for number in numbers:
+            signal.raise_signal(number)
+
+    service: Any = SimpleNamespace(close=steps.append)
+    interrupted = signal.SIGINT in numbers
+    with listen(settings) as listener:
+        with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
+            serve(Flask("app"), service, settings, listener, on_ready=stop)
+    assert steps == [grace, "_flush", "_close"]
 
 
 def test_the_url_of_an_ipv6_address_has_brackets(service: GenerationService) -> None:

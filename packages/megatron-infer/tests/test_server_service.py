@@ -316,7 +316,7 @@ def test_closing_with_grace_finishes_what_was_accepted(
     service: GenerationService, gate: Gate
 ) -> None:
     jobs = [service.submit(ask()) for _ in range(2)]
-    closing = threading.Thread(target=service.close, args=(20.0,))
+    closing = threading.Thread(target=service.close, args=(1000.0,))  # ends with the last one
     closing.start()
     wait_until(lambda: not service.healthy)
     with pytest.raises(RequestError) as refused:

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 
+import pytest
 from megatron_infer.server.run import _close
 from waitress.server import create_server
 
@@ -31,7 +32,8 @@ def test_a_signal_that_another_thread_receives_is_handled() -> None:
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
-def test_the_thread_that_waits_for_sockets_closes_them() -> None:
+def test_the_thread_that_waits_for_sockets_closes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_infer.server.run.FLUSH_SECONDS", 1000.0)
     server = create_server(lambda environ, start: [], listen="127.0.0.1:0", threads=1)
     loop = threading.Thread(target=server.run)
     closed_by = []
@@ -43,7 +45,10 @@ def test_the_thread_that_waits_for_sockets_closes_them() -> None:
 
     server.close = close
     loop.start()
-    _close(server)
+    closing = threading.Thread(target=_close, args=(server,), daemon=True)
+    closing.start()
+    closing.join(timeout=60)
+    assert not closing.is_alive()  # it does not wait longer than needed
     assert closed_by == [loop]  # they are closed when the function returns
     loop.join(timeout=60)
     assert not loop.is_alive()

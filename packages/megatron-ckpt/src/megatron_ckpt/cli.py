@@ -166,7 +166,7 @@ def _print_tensors(tensors: "dict[str, TensorRecord]", *, each: bool) -> None:
         shown = name if each else re.sub(r"(?<=\.)\d+(?=\.)", "{i}", name)
         key = (shown, "x".join(map(str, record.shape)) or "scalar", record.dtype)
         lines.setdefault(key, []).append(_bytes(record))
-    width = max((len(name) for name, _, _ in lines), default=0)
+    width = max(len(name) for name, _, _ in lines)
     for (name, shape, dtype), sizes in sorted(lines.items()):
         count = f"{len(sizes)} x " if len(sizes) > 1 else ""
         print(f"  {name:<{width}}  {dtype:<5} {shape:<18} {count}{_size(sizes[0])}")

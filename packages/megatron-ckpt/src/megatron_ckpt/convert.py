@@ -319,4 +319,5 @@ def _cast(tensor: "Tensor", dtype: "torch.dtype | None") -> "Tensor":
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_file(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    write_file(path, text.encode(errors="backslashreplace"))  # \ud800, as JSON escapes it

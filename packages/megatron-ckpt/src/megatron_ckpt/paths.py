@@ -96,7 +96,7 @@ def open_regular(path: Path, *, follow: bool = True) -> int:
         OSError: The file cannot be opened.
     """
     # Without O_NONBLOCK, opening a pipe waits for a writer.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    flags = os.O_RDONLY | os.O_NONBLOCK
     descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     try:
         _check_regular(path, os.fstat(descriptor).st_mode)

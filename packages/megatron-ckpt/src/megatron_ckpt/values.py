@@ -69,7 +69,7 @@ def decode(value: object) -> Plain:
 
 def dumps(value: object, where: str) -> str:
     """Returns ``value`` as text, which depends on the value alone."""
-    return json.dumps(encode(value, where), ensure_ascii=False, allow_nan=False)
+    return json.dumps(encode(value, where), ensure_ascii=False)
 
 
 def loads(text: str | bytes) -> Plain:

@@ -25,7 +25,10 @@ def special_token_ids(files: Mapping[str, bytes]) -> dict[str, int | None]:
     numbers = _vocabulary(parse_object(files.get(TOKENIZER_FILE, b"{}"), TOKENIZER_FILE))
     names = {role: token_content(config.get(f"{role}_token")) for role in ROLES}
     names["eos"] = names["eos"] or token_content(config.get("eod_token"))
-    return {f"{role}_token_id": numbers.get(name or "") for role, name in names.items()}
+    return {
+        f"{role}_token_id": None if name is None else numbers.get(name)
+        for role, name in names.items()
+    }
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:

@@ -216,7 +216,6 @@ class _Channel(HTTPChannel):
                 return
             seconds = self.adj.settings.receive_seconds
             request.error = _RefusalError(408, f"the request was not complete after {seconds} s")
-            request.completed = True
             self.requests.append(request)
             self.server.add_task(self)
 

@@ -139,7 +139,6 @@ class GenerationService:
         deadline = time.monotonic() + grace_seconds
         with self._changed:
             self._closing = True
-            self._changed.notify_all()
             while self._scheduler and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             for job in self._scheduler:
