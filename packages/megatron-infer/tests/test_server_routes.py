@@ -180,6 +180,22 @@ def test_scored_prompts_are_returned_as_they_are(client: FlaskClient) -> None:
     assert answer["finish_reasons"] == ["length", "length"]
 
 
+@pytest.mark.parametrize(
+    ("start", "edges", "added"),
+    [(7, [7], True), (7, [7, 9], True), (7, [9], False), (7, [], False), (None, [], False)],
+)
+def test_prompts_start_as_the_tokenizer_starts_its_texts(
+    service: GenerationService,
+    monkeypatch: pytest.MonkeyPatch,
+    start: int | None,
+    edges: list[int],
+    added: bool,
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "bos_id", start, raising=False)
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda _, texts: [edges for _ in texts])
+    assert service.request_defaults == ({"add_BOS": True} if added else {})
+
+
 # -- the document -----------------------------------------------------------------------------
 
 

@@ -48,6 +48,11 @@ def test_a_connection_is_read_and_written_as_its_state_allows(server: Running) -
                 found.append((channel.readable(), channel.writable()))
 
             note()  # idle
+            channel.requests = [object()]
+            note()  # a client that leaves while its request is processed is noticed
+            channel.requests = [object(), object()]
+            note()  # no more requests are read
+            channel.requests = []
             channel.total_outbufs_len = 9
             note()  # a response is not sent
             channel._linger_until = 1e12
@@ -61,6 +66,8 @@ def test_a_connection_is_read_and_written_as_its_state_allows(server: Running) -
 
         assert in_loop(server, states) == [
             (True, False),
+            (True, False),
+            (False, False),
             (False, True),
             (True, False),
             (False, False),
@@ -71,17 +78,16 @@ def test_a_connection_is_read_and_written_as_its_state_allows(server: Running) -
 def test_no_connection_is_accepted_beyond_those_that_are_busy(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ServerSettings, "connections", 2)
     with contextlib.ExitStack() as stack:
-        busy = []
-        for accepts in (True, False):
-            busy.append(stack.enter_context(server.connect()))
-            busy[-1].sendall(HELD)
-            wait_until(lambda: len(server.asked) == len(busy))
+        busy = [stack.enter_context(server.connect()) for _ in range(2)]
+        for client in busy:
+            client.sendall(HELD)
+        wait_until(lambda: len(server.asked) == 2)
+        for limit, accepts in ((3, True), (2, False)):
+            monkeypatch.setattr(ServerSettings, "connections", limit)
             assert in_loop(server, server.server.readable) is accepts
         server.hold.set()
         assert [read(client)[0] for client in busy] == [200, 200]
-    assert server.ask(HEALTH)[0] == 200
 
 
 def test_a_refused_client_reads_the_end_of_its_answer_at_once(
