@@ -58,7 +58,7 @@ def test_keys_that_look_like_marks_are_restored_as_keys(value):
 
 def test_texts_are_written_as_they_are_and_deep_ones_refused():
     assert dumps("\u00c4", "x") == '"\u00c4"'
-    with pytest.raises(CheckpointError, match="nested too deeply|cannot be read"):
+    with pytest.raises(CheckpointError, match=r"^stored values (are nested too deeply|cannot)"):
         loads("[" * 100_000)
 
 

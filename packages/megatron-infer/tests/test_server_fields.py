@@ -159,8 +159,8 @@ def test_only_one_of_top_k_and_top_p_limits_the_tokens(
 
 def test_one_of_top_k_and_top_p_turns_the_other_off() -> None:
     """0 is no limit for both."""
-    for given, expected in (({"top_k": 3}, (3, 0.0)), ({"top_p": 0.5}, (0, 0.5))):
-        found = parse_request(json.dumps(GOOD | given).encode(), SCHEMA)
+    for fields, expected in (({"top_k": 3}, (3, 0.0)), ({"top_p": 0.5}, (0, 0.5))):
+        found = parse_request(json.dumps(GOOD | fields).encode(), SCHEMA)
         assert (found.top_k, found.top_p) == expected
 
 

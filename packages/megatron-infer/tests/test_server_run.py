@@ -85,13 +85,16 @@ def test_requests_end_before_responses_are_sent_and_sockets_closed(
 ) -> None:
     """After Ctrl-C, also as a second signal, no time of grace is given."""
     steps: list[object] = []
-    for name in ("_flush", "_close"):
 
-        def note(server: object, name: str = name, do: Any = getattr(run, name)) -> None:
-            steps.append(name)
+    def noted(do: Callable[[Any], None]) -> Callable[[Any], None]:
+        def note(server: Any) -> None:
+            steps.append(do.__name__)
             do(server)
 
-        monkeypatch.setattr(run, name, note)
+        return note
+
+    monkeypatch.setattr(run, "_flush", noted(run._flush))
+    monkeypatch.setattr(run, "_close", noted(run._close))
     settings = ServerSettings(port=0, grace_seconds=7)
 
     def stop(url: str) -> None:
@@ -102,9 +105,9 @@ def test_requests_end_before_responses_are_sent_and_sockets_closed(
 
     service: Any = SimpleNamespace(close=steps.append)
     interrupted = signal.SIGINT in numbers
-    with listen(settings) as listener:
-        with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
-            serve(Flask("app"), service, settings, listener, on_ready=stop)
+    ends: Any = pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext()
+    with listen(settings) as listener, ends:
+        serve(Flask("app"), service, settings, listener, on_ready=stop)
     assert steps == [grace, "_flush", "_close"]
 
 
