@@ -81,7 +81,10 @@ def test_a_signal_ends_the_server_and_leaves_nothing_behind(
     ],
 )
 def test_requests_end_before_responses_are_sent_and_sockets_closed(
-    monkeypatch: pytest.MonkeyPatch, numbers: list[signal.Signals], grace: float
+    service: GenerationService,
+    monkeypatch: pytest.MonkeyPatch,
+    numbers: list[signal.Signals],
+    grace: float,
 ) -> None:
     """After Ctrl-C, also as a second signal, no time of grace is given."""
     steps: list[object] = []
@@ -103,7 +106,7 @@ def test_requests_end_before_responses_are_sent_and_sockets_closed(
         for number in numbers:
             signal.raise_signal(number)
 
-    service: Any = SimpleNamespace(close=steps.append)
+    monkeypatch.setattr(service, "close", steps.append)
     interrupted = signal.SIGINT in numbers
     ends: Any = pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext()
     with listen(settings) as listener, ends:
