@@ -69,6 +69,19 @@ def test_as_many_samples_as_the_sum_of_the_weights_draw_the_weights_exactly() ->
     assert Apportionment([7, 1, 30, 12]).counts(50) == [7, 1, 30, 12]
 
 
+@pytest.mark.parametrize(
+    ("shares", "sources"),
+    [
+        ([1, 1, 1, 1], [0, 2, 1, 3]),  # (0 1) and (2 3)
+        ([2, 2, 1, 1, 1, 1], [0, 2, 1, 4, 0, 3, 1, 5]),  # (0 1) and ((2 3) (4 5))
+        ([3, 1, 1, 1], [0, 1, 0, 2, 0, 3]),  # 0 and (1 (2 3)): the older one first
+    ],
+)
+def test_of_equal_subtrees_the_older_one_is_left(shares: list[int], sources: list[int]) -> None:
+    order = Apportionment(shares)
+    assert [order[sample].source_index for sample in range(len(sources))] == sources
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(
@@ -117,6 +130,8 @@ def test_refusals() -> None:
         BlendSchedule(
             [WeightChange(0, {"a": 1}), WeightChange(3, {"a": 1}), WeightChange(3, {"b": 1})], 10
         )
+    with pytest.raises(DataError, match="begin at sample 2 follow weights that begin at sample 3"):
+        BlendSchedule([WeightChange(n, {"a": 1}) for n in (0, 3, 2)], 10)
     with pytest.raises(DataError, match="a blend without weights"):
         BlendSchedule([], 10)
     with pytest.raises(IndexError, match="sample 10 is out of range; there are 10 samples"):

@@ -46,6 +46,8 @@ def sentences(tmp_path):
 def test_mersenne_twisters_equal_the_standard() -> None:
     """The C++ standard specifies the 10,000th number for the default seed."""
     assert next(mt19937(5489))[9999] == 4123659995
+    assert next(mt19937(5489 + 2**32))[9999] == 4123659995  # of 32 bits
+    assert len(next(mt19937(5489))) == 16_384
     assert mt19937_64(5489, 10_000)[-1] == 9981545732273789042
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_data import DataError, EmptySplitError, build_gpt_datasets
-from megatron_data.order import PackedOrder, Packing
+from megatron_data.order import PackedOrder, Packing, PackingReport
 
 Write = Callable[..., str]
 
@@ -47,6 +47,12 @@ def test_packing_is_best_fit_decreasing(sizes: list[int], capacity: int) -> None
     assert report.split_documents == len(cut)
     assert report.padding_tokens == len(packing) * capacity - sum(sizes)
     assert report.num_documents == sum(size > 0 for size in sizes)
+
+
+def test_a_report_by_hand() -> None:
+    """9 tokens fill a sample of 8 and leave 1. 5 and 3 fill the second, and 1 begins the third."""
+    report = Packing(np.array([3, 0, 9, 5], np.int32), 8).report()
+    assert report == PackingReport(3, 3, 1, 7, 7 / 24)
 
 
 def test_a_web_corpus_has_little_padding() -> None:
@@ -125,5 +131,6 @@ def test_refusals() -> None:
     for capacity in (0, 65_537):
         with pytest.raises(DataError, match=f"sample length {capacity}; packing supports"):
             Packing(np.ones(4, np.int32), capacity)
-    with pytest.raises(IndexError, match="sample 1 is out of range; there are 1 samples"):
-        Packing(np.ones(4, np.int32), 8).spans(1)
+    for number in (-1, 1):
+        with pytest.raises(IndexError, match=f"sample {number} is out of range; there are 1 samp"):
+            Packing(np.ones(4, np.int32), 8).spans(number)

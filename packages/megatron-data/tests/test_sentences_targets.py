@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from megatron_data import DataError, EmptySplitError
 from megatron_data.order.rows import RowOrder
-from megatron_data.order.sentences import _targets, block_map, sentence_map
+from megatron_data.order.sentences import _shuffled, _targets, block_map, sentence_map
 
 
 @pytest.mark.parametrize(("probability", "every"), [(0.0, 0), (1.0, 1), (0.1, 10), (0.4, 3)])
@@ -91,3 +91,57 @@ def test_rows_of_conversations_by_hand() -> None:
         with pytest.raises(DataError, match=message):
             RowOrder(ends, lengths, (0, 3), **wrong)
     assert len(RowOrder(ends, lengths, (0, 3), sequence_length=1, num_samples=0)) == 0
+
+
+def test_two_sentences_must_follow_a_sample_that_ends_before_its_document() -> None:
+    def rows(count: int) -> list[list[int]]:
+        lengths = np.full(count, 5, np.int32)
+        found = sentence_map(bounds(count), lengths, max_length=10, short_probability=0, seed=1)
+        return sorted(found.tolist())
+
+    assert rows(1) == [[0, 1, 10]]  # a sample of one sentence, by default
+    assert rows(3) == [[0, 3, 10]]
+    assert rows(4) == [[0, 2, 10], [2, 4, 10]]
+    assert rows(5) == [[0, 2, 10], [2, 5, 10]]
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("samples", [None, 1, 60, 61, 400])
+def test_samples_and_targets_equal_those_of_the_loop_of_megatron(
+    least: int, samples: int | None
+) -> None:
+    """Steps through the sentences one by one, like `build_mapping` of Megatron's `helpers.cpp`."""
+    random = np.random.default_rng(least)
+    lengths = random.integers(1, 12, 200).astype(np.int32)
+    ends = np.unique([0, *random.integers(1, 200, 40), 200])
+    bits = np.random.MT19937()
+    bits._legacy_seeding(9)
+    draws = iter(bits.random_raw(20_000).tolist())
+
+    def target() -> int:
+        draw = next(draws)
+        return int(2 + draw % 29 if draw % 2 == 0 else 30)
+
+    rows: list[list[int]] = []
+    while not rows or (samples is not None and len(rows) < samples):
+        for first, last in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            if last - first < least:
+                continue
+            begin, wanted, tokens = first, target(), 0
+            for sentence in range(first, last):
+                tokens += int(lengths[sentence])
+                left, held = last - sentence - 1, sentence + 1 - begin
+                if left == 0 or (tokens >= wanted and left > 1 and held >= least):
+                    rows.append([begin, sentence + 1, wanted])
+                    begin, wanted, tokens = sentence + 1, target(), 0
+    found = sentence_map(
+        ends, lengths, max_length=30, short_probability=0.5, seed=9, num_samples=samples,
+        min_sentences=least,
+    )  # fmt: skip
+    assert sorted(found.tolist()) == sorted(rows)
+
+
+@pytest.mark.parametrize(("sentences", "dtype"), [(2**32 - 1, np.uint32), (2**32, np.uint64)])
+def test_rows_have_64_bits_only_if_sentences_need_them(sentences: int, dtype: type) -> None:
+    rows = _shuffled([0, 1, 2], 3, 1, sentences)
+    assert rows.dtype == dtype and rows.tolist() == [[0, 1, 2]]

@@ -58,8 +58,16 @@ def test_a_permutation_is_one_to_one(count: int) -> None:
     assert [permutation[number] for number in range(min(count, 600))] == places[:600].tolist()
     last = range(max(count - 300, 0), count)
     assert [permutation[number] for number in last] == places[last.start :].tolist()
-    with pytest.raises(IndexError):
-        permutation[count]
+    for number in (-1, count):
+        with pytest.raises(IndexError, match=f"number {number} is out of range; the permutation "):
+            permutation[number]
+
+
+def test_numbers_have_the_same_images_in_any_order_of_look_ups() -> None:
+    """Consecutive numbers are far apart, so that each image is computed alone."""
+    permutation = Permutation(4100, 77)
+    numbers = [step * 1031 % 4100 for step in range(4100)]
+    assert [permutation[number] for number in numbers] == permutation.all()[numbers].tolist()
 
 
 @pytest.mark.parametrize("count", [1000, MAX_STORED + 1000], ids=["sorted", "network"])

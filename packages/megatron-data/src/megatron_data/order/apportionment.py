@@ -19,6 +19,7 @@ for the construction of minimum-redundancy codes" (1952).
 import heapq
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import count
 from math import isfinite, lcm
 from typing import NamedTuple, TypeAlias
 
@@ -117,7 +118,7 @@ def _integers(weights: Sequence[float | Fraction]) -> list[int]:
 
 def _huffman(weights: Sequence[int]) -> _Tree:
     """Returns the Huffman tree of the weights. Ties are resolved in favour of older subtrees."""
-    next_id = len(weights)
+    ids = count(len(weights))
     heap: list[tuple[int, int, _Tree]] = [
         (weight, source, source) for source, weight in enumerate(weights)
     ]
@@ -126,6 +127,5 @@ def _huffman(weights: Sequence[int]) -> _Tree:
         light_weight, _, left = heapq.heappop(heap)
         heavy_weight, _, right = heapq.heappop(heap)
         joined = _Node(left, right, light_weight, light_weight + heavy_weight)
-        heapq.heappush(heap, (joined.weight, next_id, joined))
-        next_id += 1
+        heapq.heappush(heap, (joined.weight, next(ids), joined))
     return heap[0][2]

@@ -112,8 +112,9 @@ def epochs_needed(
     """
     if epoch_tokens == 0:
         raise EmptySplitError("the split holds no token")
-    num_tokens = 0 if num_samples is None else num_samples * sequence_length + extra
-    return max(1, -(-num_tokens // epoch_tokens))
+    if num_samples is None:
+        return 1
+    return max(1, -(-(num_samples * sequence_length + extra) // epoch_tokens))
 
 
 def _samples_before_last_epoch(
@@ -138,10 +139,9 @@ def build_document_index(
     """
     wide = len(sequences) > 0 and int(sequences[-1]) > np.iinfo(np.int32).max
     index = np.tile(sequences.astype(np.int64 if wide else np.int32, copy=False), epochs)
-    split_at = len(index) - len(sequences) if separate_last and epochs > 1 else len(index)
+    split_at = len(index) - len(sequences) if separate_last else len(index)
     random.shuffle(index[:split_at])
-    if split_at < len(index):
-        random.shuffle(index[split_at:])
+    random.shuffle(index[split_at:])  # an empty part takes no draw
     return index
 
 
@@ -210,8 +210,7 @@ def build_shuffle_index(
     dtype = np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64
     index: NDArray[np.integer] = np.arange(total, dtype=dtype)
     random.shuffle(index[:first])
-    if first < total:
-        random.shuffle(index[first:])
+    random.shuffle(index[first:])
     return index
 
 

@@ -206,7 +206,7 @@ def _sorted_descending(
 def _argsort(bins: NDArray[np.signedinteger], used: int) -> NDArray[np.signedinteger]:
     """Returns a stable argsort of numbers below `used`, 16 bits per pass."""
     order = _radix((bins & 0xFFFF).astype(np.uint16))
-    for shift in range(16, max(used - 1, 1).bit_length(), 16):
+    for shift in range(16, used.bit_length(), 16):
         order = order[_radix(((bins >> shift) & 0xFFFF).astype(np.uint16)[order])]
     return order
 

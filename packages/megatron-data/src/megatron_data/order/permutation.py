@@ -40,7 +40,7 @@ def shuffled(count: int, key: int) -> NDArray[np.int64]:
     The numbers are sorted by pseudorandom bits. The lowest bits are replaced by the number itself:
     this resolves ties, and values are sorted instead of indices, which is several times faster.
     """
-    width = max(count - 1, 1).bit_length()
+    width = (count - 1).bit_length()
     numbers = np.arange(count, dtype=np.uint64)
     draws = _finish_all(numbers * np.uint64(_STEP) + np.uint64(key))
     own = np.uint64((1 << width) - 1)
@@ -69,7 +69,7 @@ class Permutation:
             raise DataError(f"count {count} of a permutation; give 0 to 2^62")
         self.count = count
         self.key = key
-        bits = max(count - 1, 1).bit_length()
+        bits = (count - 1).bit_length()
         self._right = bits - bits // 2
         self._left = bits // 2
         self._keys = tuple(hash_integers(key, number) for number in range(_ROUNDS))

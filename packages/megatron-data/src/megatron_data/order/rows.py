@@ -76,7 +76,5 @@ def truncated_lengths(lengths: NDArray[np.integer], sequence_length: int) -> lis
         sequence_length: Largest sum of the returned lengths.
     """
     ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
-    if ends[-1] > sequence_length:
-        ends = np.minimum(ends, sequence_length)
-    truncated: list[int] = np.diff(ends).tolist()
+    truncated: list[int] = np.diff(np.minimum(ends, sequence_length)).tolist()
     return truncated

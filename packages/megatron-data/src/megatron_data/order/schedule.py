@@ -119,9 +119,7 @@ class BlendSchedule:
 
     def counts(self) -> list[int]:
         """Returns the number of samples from each of `sources`."""
-        if not self.num_samples:
-            return [0] * len(self.sources)
-        counts = self._counts_up_to(self._segment_of(self.num_samples - 1), self.num_samples)
+        counts = self._counts_up_to(self._segment_of(self.num_samples), self.num_samples)
         return counts + [0] * (len(self.sources) - len(counts))
 
     def _segment_of(self, sample: int) -> _Segment:

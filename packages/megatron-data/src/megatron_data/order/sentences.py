@@ -108,7 +108,7 @@ def block_map(
         EmptySplitError: No document can be used.
     """
     min_sentences = 1 if use_one_sentence_blocks else 2
-    documents = _usable_documents(document_bounds, lengths, min_sentences, min_sentences - 1)
+    documents = _usable_documents(document_bounds, lengths, min_sentences, 0)
     ends, titles = _cumulative_lengths(lengths), title_lengths.tolist()
     rows: list[int] = []
 
@@ -158,7 +158,7 @@ def _sample_end(
     ends: "array[int]", start: int, last: int, target: int, min_sentences: int, after: int
 ) -> int:
     """Returns the end of a sample from sentence `start` of a document that ends at `last`."""
-    end = max(bisect_left(ends, ends[start] + target, start + 1, last + 1), start + min_sentences)
+    end = max(bisect_left(ends, ends[start] + target, start + 1, last), start + min_sentences)
     return end if last - end >= after else last
 
 

@@ -88,7 +88,7 @@ class _Block(NamedTuple):
         index = int(self.ends.searchsorted(position, "right"))
         begin = self.ends.item(index - 1) if index else 0
         until = min(position + num_tokens, self.ends.item(-1))
-        count = max(until - position, 0)
+        count = until - position
         while position < until:
             end = self.ends.item(index)
             stop = min(end, until)
@@ -143,8 +143,7 @@ class StatelessOrder:
             raise EmptySplitError("the split holds no token")
         self._closed = num_samples is None
         if num_samples is None:
-            available = max(self.epoch_tokens - extra, 0)
-            num_samples, rest = divmod(available, sequence_length)
+            num_samples, rest = divmod(self.epoch_tokens - extra, sequence_length)
             num_samples += bool(rest) and not drop_last_partial
             if num_samples < 1:
                 raise DataError(
