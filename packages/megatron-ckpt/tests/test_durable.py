@@ -113,6 +113,63 @@ def test_a_file_is_made_once_and_errors_name_it(tmp_path, monkeypatch):
     assert bare.value.filename is None
 
 
+def test_only_folders_are_locked_and_synced_as_folders(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    for name in ("file", "link", "nowhere"):
+        assert durable._lock_folder(tmp_path / name) is None
+    with pytest.raises(NotADirectoryError):
+        durable.sync_directory(tmp_path / "file")
+
+
+def test_a_folder_is_made_below_folders_that_do_not_exist(tmp_path):
+    with durable.create_folder(tmp_path / "a" / "b" / "made"):
+        pass
+    assert [each.name for each in (tmp_path / "a" / "b").iterdir()] == ["made"]
+
+
+def test_a_folder_that_was_filled_in_the_meantime_is_named_and_kept(tmp_path):
+    target = tmp_path / "made"
+    with pytest.raises(OSError, match="not empty") as caught, durable.create_folder(target):
+        target.mkdir()
+        (target / "file").touch()
+    assert str(caught.value.filename) == str(target)
+    assert [each.name for each in tmp_path.rglob("*")] == ["made", "file"]
+
+
+def test_a_leftover_that_cannot_be_removed_stays(tmp_path, monkeypatch):
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "busy", str(path))
+
+    left = tmp_path / "made.tmp-0123456789ab"
+    left.mkdir()
+    monkeypatch.setattr(durable.shutil, "rmtree", busy)
+    with durable.create_folder(tmp_path / "made"):
+        pass
+    assert left.exists() and (tmp_path / "made").exists()
+
+
+def test_a_folder_that_was_replaced_before_it_was_locked_is_not_used(tmp_path, monkeypatch):
+    lock, lost = durable._lock_folder, []
+
+    def late(folder):
+        held = lock(folder)
+        if not lost:  # other processes removed it and made another one of its name
+            lost.append(folder)
+            folder.rmdir()
+            folder.mkdir()
+        return held
+
+    monkeypatch.setattr(durable, "_lock_folder", late)
+    before = opened()
+    with durable.create_folder(tmp_path / "made") as folder:
+        assert folder not in lost and opened() == before + 1
+    assert [each.name for each in tmp_path.iterdir()] == ["made"]
+    assert opened() == before
+
+
 def test_short_writes_are_continued(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(durable.os, "write", lambda descriptor, data: write(descriptor, data[:3]))
@@ -135,14 +192,15 @@ def test_short_reads_are_continued_until_the_file_ends(tmp_path, monkeypatch):
                 assert buffer == b"0123456789"[start : start + length]
 
 
-def test_files_have_the_permissions_that_the_user_leaves(tmp_path):
-    before = os.umask(0o027)
+@pytest.mark.parametrize(("mask", "mode"), [(0o027, 0o640), (0o002, 0o664)])
+def test_files_have_the_permissions_that_the_user_leaves(tmp_path, mask, mode):
+    before = os.umask(mask)
     try:
         path = CheckpointStore(tmp_path / "run").save(1, {"w": [View.whole(torch.ones(2))]})
     finally:
         os.umask(before)
     files = [*(each for each in path.iterdir()), tmp_path / "run" / ".lock"]
-    assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o640}
+    assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {mode}
 
 
 def test_a_save_syncs_contents_before_names_and_the_name_before_the_pointer(tmp_path, synced):
@@ -161,10 +219,11 @@ def test_a_save_syncs_contents_before_names_and_the_name_before_the_pointer(tmp_
     ]
 
 
-def test_no_descriptor_stays_open(tmp_path):
-    def opened():
-        return len(list(Path("/proc/self/fd").iterdir()))
+def opened():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
+
+def test_no_descriptor_stays_open(tmp_path):
     before = opened()
     (tmp_path / "made.tmp-0123456789ab").mkdir()
     with durable.create_folder(tmp_path / "made"):

@@ -60,6 +60,7 @@ def test_tensors_that_do_not_fit_are_refused(op, shapes, words):
 
 INVERSE = [
     (Transpose(), [(2, 3, 4)], 1, "expected 2 dims"),
+    (Transpose((0, 2)), [(2, 3)], 1, "not a permutation of 2 dims"),
     (Concat(0), [(5, 1)], 2, "size 5 along dim 0 is not divisible by 2"),
     (Concat(0, (2, 3)), [(6, 1)], 2, "do not split 6 into 2 tensors"),
     (Concat(0, (2, 4)), [(6, 1)], 3, "do not split 6 into 3 tensors"),
@@ -105,6 +106,8 @@ def test_a_causal_mask_is_square_and_not_empty():
     assert passes("causal_mask", torch.ones(1, 1))
     for wrong in (torch.ones(0, 0), torch.ones(9), mask.T, mask[:2], mask.expand(2, 3, 3)):
         assert not passes("causal_mask", wrong.contiguous())
+    for flat in (torch.ones(1), torch.ones(2, 8).tril().view(2, 4, 2)):
+        assert not passes("causal_mask", flat)
 
 
 def test_position_ids_count_up_from_0():
@@ -124,7 +127,8 @@ def test_scores_are_masked_by_one_number_of_at_most_the_value():
 
 def test_every_row_of_tied_tensors_is_compared():
     word = torch.arange(9000.0).view(4500, 2)
-    for row, rows, fits in ((4499, 4500, False), (4499, 4499, True), (4096, 4500, False)):
+    for row, rows, fits in ((0, 1, False), (0, 4500, False), (4499, 4500, False), (4499, 4499, True),
+                            (4096, 4500, False)):  # fmt: skip
         head = word.clone()
         head[row] += 1
         assert passes("same_as", {"x": head, "y": word}, other="y", rows=rows) == fits
@@ -141,6 +145,11 @@ def test_rotary_frequencies_are_compared_to_the_precision_of_their_dtype():
 
     assert fits(turns.float() * (1 + 5e-6)) and not fits(turns.float() * (1 + 3e-5))
     assert fits(turns.bfloat16() * (1 + 2**-7)) and not fits(turns.bfloat16() * (1 + 2**-5))
+    for steps in (2, 3):  # units in the last place of 1
+        near = turns.bfloat16()
+        near[0] += steps * torch.finfo(torch.bfloat16).eps
+        assert fits(near) == (steps == 2)
+    assert fits(turns[:1], 2) and not fits(turns[:1].view(1, 1), 2)
     assert not fits(turns.view(2, 2)) and not fits(turns, dim=10) and not fits(turns[:1].long(), 2)
 
 
@@ -205,6 +214,8 @@ def test_the_names_of_all_rows_are_limited_together(monkeypatch):
         ("reshape", {"shape": [0], "source": [3]}),
         ("reshape", {"shape": [-2], "source": [3]}),
         ("reshape", {"shape": 3, "source": [3]}),
+        ("reshape", {"shape": [3], "source": [0]}),
+        ("reshape", {"shape": [3], "source": [-2]}),
         ("concat", {"dim": -1}),
         ("concat", {"dim": [0]}),
         ("concat", {"dim": 0, "sizes": [0]}),

@@ -74,7 +74,7 @@ def test_as_many_samples_as_the_sum_of_the_weights_draw_the_weights_exactly() ->
     [
         ([1, 1, 1, 1], [0, 2, 1, 3]),  # (0 1) and (2 3)
         ([2, 2, 1, 1, 1, 1], [0, 2, 1, 4, 0, 3, 1, 5]),  # (0 1) and ((2 3) (4 5))
-        ([3, 1, 1, 1], [0, 1, 0, 2, 0, 3]),  # 0 and (1 (2 3)): the older one first
+        ([3, 1, 1, 1], [0, 1, 0, 3, 0, 2]),  # 0 and (3 (1 2))
     ],
 )
 def test_of_equal_subtrees_the_older_one_is_left(shares: list[int], sources: list[int]) -> None:

@@ -67,8 +67,7 @@ def _holds(
         if key not in where:
             continue
         found = resolve_field(where[key], config, ours) if isinstance(where[key], str) else None
-        each = not isinstance(found, bool) and count is not None
-        if each and isinstance(found, Sequence) and len(found) == count:
+        if isinstance(found, Sequence) and len(found) == count:
             found = found[layer]
         if not isinstance(found, bool):
             raise CheckpointError(
