@@ -76,11 +76,14 @@ def test_as_many_dims_may_be_cut_as_the_limit(monkeypatch):
         parsed(40, halves)
 
 
-def test_a_configuration_that_cannot_be_written_again_is_damage():
-    made = Manifest(1, 1, {}, {}, ModelRecord("gpt", None, 1, {"x": "here"}))
-    blank = made.to_bytes().replace(made.digest.encode(), ZEROS)
-    blank = blank.replace(b'"here"', b"[" * 600 + b"]" * 600)
-    data = blank.replace(ZEROS, xxhash.xxh3_128_hexdigest(blank).encode(), 1)
+def test_a_configuration_that_cannot_be_written_again_is_damage(monkeypatch):
+    """How many levels can be read but not written differs between versions of Python."""
+    data = Manifest(1, 1, {}, {}).to_bytes()
+
+    def too_deep(self):
+        raise RecursionError
+
+    monkeypatch.setattr(Manifest, "_blank", too_deep)
     with pytest.raises(CorruptCheckpointError, match="^manifest is damaged: .* nested too deeply$"):
         Manifest.from_bytes(data, Path("manifest"))
 
