@@ -127,6 +127,8 @@ def test_a_folder_is_made_below_folders_that_do_not_exist(tmp_path):
     with durable.create_folder(tmp_path / "a" / "b" / "made"):
         pass
     assert [each.name for each in (tmp_path / "a" / "b").iterdir()] == ["made"]
+    CheckpointStore(tmp_path / "c" / "d" / "run").save(1, {"n": 1})
+    assert CheckpointStore(tmp_path / "c" / "d" / "run").latest_iteration() == 1
 
 
 def test_a_folder_that_was_filled_in_the_meantime_is_named_and_kept(tmp_path):

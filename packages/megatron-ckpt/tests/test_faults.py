@@ -227,6 +227,14 @@ def test_a_lock_that_is_released_while_another_waits_for_it_is_taken(tmp_path, m
             run_lock(tmp_path, timeout=0.0).__enter__()
 
 
+def test_the_file_of_a_lock_names_its_last_holder_only(tmp_path):
+    for command in ("train " + "x" * 200, ""):
+        with run_lock(tmp_path, command):
+            text = (tmp_path / ".run.lock").read_text()
+            assert text.startswith(f"pid {os.getpid()} on ") and text.count("\n") == 1
+    assert text.endswith(" UTC\n")
+
+
 def test_a_lock_is_released_while_a_forked_child_has_its_file(tmp_path):
     read, write = os.pipe()
     with run_lock(tmp_path):

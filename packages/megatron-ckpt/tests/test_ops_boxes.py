@@ -129,5 +129,5 @@ def test_the_tensor_of_two_rows_is_named_among_others():
     rows = [("a", ["b"], []), ("a", ["c"], []), ("z", ["z"], [])]
     with pytest.raises(CheckpointError, match=r"two rows name 'a' \(ours\)"):
         expand(rows, CONFIG)
-    with pytest.raises(CheckpointError, match="no operation joins its 2 tensors into one$"):
+    with pytest.raises(CheckpointError, match=r"no operation joins its 2 tensors into one$"):
         expand([("a", ["b", "c"], [])], CONFIG)

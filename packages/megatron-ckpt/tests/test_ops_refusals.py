@@ -127,8 +127,10 @@ def test_scores_are_masked_by_one_number_of_at_most_the_value():
 
 def test_every_row_of_tied_tensors_is_compared():
     word = torch.arange(9000.0).view(4500, 2)
-    for row, rows, fits in ((0, 1, False), (0, 4500, False), (4499, 4500, False), (4499, 4499, True),
-                            (4096, 4500, False)):  # fmt: skip
+    for row, rows, fits in (
+        *((0, 1, False), (0, 4500, False), (4096, 4500, False)),
+        *((4499, 4500, False), (4499, 4499, True)),
+    ):
         head = word.clone()
         head[row] += 1
         assert passes("same_as", {"x": head, "y": word}, other="y", rows=rows) == fits

@@ -332,16 +332,6 @@ def test_a_file_of_more_than_a_gibibyte_is_not_read_into_memory(tmp_path):
             Checkpoint(path, replace(manifest, files=files)).read_file("large")
 
 
-def test_the_file_of_a_lock_names_its_last_holder_only(tmp_path):
-    for command in ("train " + "x" * 200, ""):
-        with lock.run_lock(tmp_path, command):
-            text = (tmp_path / ".run.lock").read_text()
-            assert text.startswith(f"pid {os.getpid()} on ") and text.count("\n") == 1
-    assert text.endswith(" UTC\n")
-    save(tmp_path / "folders" / "of" / "runs")  # which do not exist
-    assert find_checkpoint(tmp_path / "folders" / "of" / "runs").iteration == 1
-
-
 @pytest.mark.parametrize("held", [lock.writer_lock, lock.run_lock])
 def test_a_lock_is_waited_for_for_two_seconds(tmp_path, monkeypatch, held):
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)

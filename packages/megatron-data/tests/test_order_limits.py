@@ -109,7 +109,7 @@ def test_samples_are_int64_from_megatrons_number_on(
 
 @pytest.mark.parametrize("weights", [[], [float("inf"), 1.0], [-1.0, 2.0], [1.0, 0.0]])
 def test_weights_that_are_no_shares_are_refused(weights: list[float]) -> None:
-    with pytest.raises(DataError, match="blend weights .*; each must be a positive number"):
+    with pytest.raises(DataError, match=r"blend weights .*; each must be a positive number"):
         blend_by_weight(weights, 3)
 
 
