@@ -18,7 +18,7 @@ from megatron_data import (
     build_sft_datasets,
 )
 from megatron_data.order import InMemorySequenceTable, Permutation, StatelessOrder, stateless
-from megatron_data.order.permutation import MAX_STORED, shuffled
+from megatron_data.order.permutation import _ENOUGH, _NEIGHBOURS, MAX_STORED, shuffled
 
 Write = Callable[..., str]
 
@@ -68,6 +68,23 @@ def test_numbers_have_the_same_images_in_any_order_of_look_ups() -> None:
     permutation = Permutation(4100, 77)
     numbers = [step * 1031 % 4100 for step in range(4100)]
     assert [permutation[number] for number in numbers] == permutation.all()[numbers].tolist()
+
+
+def test_images_of_neighbours_are_computed_together_after_single_look_ups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone: list[int] = []
+    walk = Permutation._walk
+    monkeypatch.setattr(
+        Permutation, "_walk", lambda self, number: alone.append(number) or walk(self, number)
+    )
+    network = Permutation(5000, 77)
+    first = [network[number] for number in range(_NEIGHBOURS)]
+    assert alone == list(range(_ENOUGH))
+    assert first == network.all()[:_NEIGHBOURS].tolist()
+    again = [network[number] for number in (_NEIGHBOURS, 0, 1)]  # neighbourhoods begin anew
+    assert again[1:] == first[:2]
+    assert alone[_ENOUGH:] == [_NEIGHBOURS, 0, 1]
 
 
 @pytest.mark.parametrize("count", [1000, MAX_STORED + 1000], ids=["sorted", "network"])
