@@ -109,6 +109,7 @@ def test_help_shows_defaults_and_what_is_required(parser):
         assert line in made, made
     shown = ["[default 3]", "[default a b]", "[default 5%]", "[default red]"]
     assert re.findall(r"\[default [^]]*\]", made) == shown  # and no None, False or SUPPRESS
+    assert made.count("[required]") == 1
 
 
 def test_help_has_at_most_100_columns_and_keeps_flags_and_lines(module, monkeypatch):

@@ -117,10 +117,10 @@ def test_inspect_shows_three_documents_of_60_tokens(
 
 def test_bench_prints_rates_and_the_bottleneck(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     phases = (
-        PhaseMeasurement("read", 0.5, 4_000_000, 1000),
-        PhaseMeasurement("parse", 0.5, 4_000_000, 1000),
-        PhaseMeasurement("tokenize", 2.0, 4_000_000, 1000, 8000),
-        PhaseMeasurement("write", 1.0, 4_000_000, 1000, 8000),
+        PhaseMeasurement("read", 0.5, 4 * 10**12, 1000),
+        PhaseMeasurement("parse", 0.5, 4 * 10**12, 1000),
+        PhaseMeasurement("tokenize", 2.0, 4 * 10**12, 1000, 8000),
+        PhaseMeasurement("write", 1.0, 4 * 10**12, 1000, 8000),
     )
     beside = (PhaseMeasurement("samples", 0.5, 0, 2000, 9000),)
     seen: dict[str, Any] = {}
@@ -137,13 +137,13 @@ def test_bench_prints_rates_and_the_bottleneck(monkeypatch: pytest.MonkeyPatch, 
     assert main(words) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[1:6] == [
-        ["read", "0.500", "12.5%", "8.00", "2,000"],
-        ["parse", "0.500", "12.5%", "8.00", "2,000"],
-        ["tokenize", "2.000", "50.0%", "2.00", "500", "4,000"],
-        ["write", "1.000", "25.0%", "4.00", "1,000", "8,000"],
+        ["read", "0.500", "12.5%", "8,000,000.00", "2,000"],
+        ["parse", "0.500", "12.5%", "8,000,000.00", "2,000"],
+        ["tokenize", "2.000", "50.0%", "2,000,000.00", "500", "4,000"],
+        ["write", "1.000", "25.0%", "4,000,000.00", "1,000", "8,000"],
         ["samples", "0.500", "4,000", "18,000"],
     ]
-    assert " ".join(rows[7]).startswith("1,000 documents, 4.0 MB, on a machine of ")
+    assert " ".join(rows[7]).startswith("1,000 documents, 4000000.0 MB, on a machine of ")
     assert " ".join(rows[8]).startswith("bound by tokenize, 50% of the phases: use several")
     assert seen == {
         "json_key": "text",
@@ -157,17 +157,24 @@ def test_bench_prints_rates_and_the_bottleneck(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    ("empty", "seconds", "shown"),
+    ("empty", "seconds", "size", "shown"),
     [
-        (0, 2.0, "2 documents, 1,000 tokens in 2.0 s (1.50 MB/s, 500 tokens/s)"),
-        (1, 0.5, "2 documents (1 empty), 1,000 tokens in 0.5 s (6.00 MB/s, 2,000 tokens/s)"),
+        (0, 2.0, 3 * 10**12, "2 documents, 1,000 tokens in 2.0 s (1500000.00 MB/s, 500 tokens/s)"),
+        (1, 0.5, 3_000_000,
+         "2 documents (1 empty), 1,000 tokens in 0.5 s (6.00 MB/s, 2,000 tokens/s)"),
+        (0, 0.0, 0, "2 documents, 1,000 tokens in 0.0 s (0.00 MB/s, 1,000,000,000,000 tokens/s)"),
     ],
-)
+)  # fmt: skip
 def test_preprocess_prints_counts_and_speed(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, empty: int, seconds: float, shown: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    empty: int,
+    seconds: float,
+    size: int,
+    shown: str,
 ) -> None:
     made = PreprocessedDataset(
-        "o_text_document", Counts(2, empty, 2, 1000), 3_000_000, seconds, Skipped(0, {}), None, 1, 0
+        "o_text_document", Counts(2, empty, 2, 1000), size, seconds, Skipped(0, {}), None, 1, 0
     )
     seen: dict[str, Any] = {}
 
@@ -178,7 +185,7 @@ def test_preprocess_prints_counts_and_speed(
     monkeypatch.setattr("megatron_data.preprocessing.pipeline.preprocess", run)
     words = ["--input", "a", "--tokenizer-type", "ByteTokenizer", "--output-prefix", "o"]
     assert main(["preprocess", *words]) == 0
-    assert capsys.readouterr().out == f"o_text_document: {shown}\n"
+    assert capsys.readouterr() == (f"o_text_document: {shown}\n", "")
     assert seen == {
         "json_keys": ["text"],
         "parallel": False,
@@ -192,11 +199,17 @@ def test_preprocess_prints_counts_and_speed(
     }
 
 
+PARTLY = SimpleNamespace(
+    chunks=1, resumed_chunks=1, skipped=Skipped(1, {"json": 1}), first_skipped="a:1: why"
+)
+BEFORE = "1 of 1 chunk was finished by an earlier run\n"
+BEHIND = "1 skipped (1 not a JSON object); the first: a:1: why\n"
+
+
 def test_images_are_reported_in_megabytes(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    dataset = SimpleNamespace(resumed_chunks=0, skipped=Skipped(0, {}))
     report = SimpleNamespace(
-        prefix="o_image_text", pairs=1, tokens=2000, image_bytes=2_560_000, truncated=1,
-        dataset=dataset,
+        prefix="o_image_text", pairs=1, tokens=2000, image_bytes=2_560_000_000_000, truncated=1,
+        dataset=PARTLY,
     )  # fmt: skip
     seen: dict[str, Any] = {}
 
@@ -208,7 +221,8 @@ def test_images_are_reported_in_megabytes(monkeypatch: pytest.MonkeyPatch, capsy
     words = ["--input", "a", "--tokenizer-type", "ByteTokenizer", "--output-prefix", "o"]
     assert main(["tokenize-images", *words]) == 0
     assert capsys.readouterr().out == (
-        "o_image_text: 1 pair, 2,000 tokens, 2.6 MB of images; 1 text truncated\n"
+        f"{BEFORE}o_image_text: 1 pair, 2,000 tokens, 2560000.0 MB of images; 1 text truncated\n"
+        f"{BEHIND}"
     )
     assert seen["json_keys"] == ("text", "image") and seen["progress"] is True
     assert (seen["max_image_bytes"], seen["allow_http"], seen["overwrite"]) == (
@@ -238,6 +252,7 @@ def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
     assert cut == "a" * 1000 + " … " + "b" * 500
     assert str(DataError("x" * 1501)) == "x" * 1000 + " … " + "x" * 500
     assert str(DataError("two\n  lines")) == "two lines"
+    assert str(DataError("two  spaces")) == "two  spaces"
     assert str(EmptySplitError("a split")) == "a split; widen the split, or request 0 samples"
 
 
@@ -262,10 +277,9 @@ def test_conversations_are_reported_with_what_the_loss_counts(
     pytest.importorskip("jinja2")
     train_bpe(["a b"], 260).save(tmp_path / "t")
     (tmp_path / "t" / "chat_template.jinja").write_text("{{ messages }}")
-    dataset = SimpleNamespace(resumed_chunks=0, skipped=Skipped(0, {}))
     report = SimpleNamespace(
         rows=1, conversations=2000, tokens=3000, loss_tokens=1500, truncated=1, dropped=1200,
-        without_loss=3, dataset=dataset,
+        without_loss=3, dataset=PARTLY,
     )  # fmt: skip
     seen: dict[str, Any] = {}
 
@@ -277,8 +291,8 @@ def test_conversations_are_reported_with_what_the_loss_counts(
     words = ["--input", "a", "--tokenizer-model", str(tmp_path / "t"), "--output-prefix", "o"]
     assert main(["tokenize-conversations", *words]) == 0
     assert capsys.readouterr().out == (
-        "o_conversation: 2,000 conversations of 1 row, 3,000 tokens, 1,500 of them counted by the "
-        "loss; 1 truncated, 1,200 dropped, 3 without an answer\n"
+        f"{BEFORE}o_conversation: 2,000 conversations of 1 row, 3,000 tokens, 1,500 of them counted "
+        f"by the loss; 1 truncated, 1,200 dropped, 3 without an answer\n{BEHIND}"
     )
     assert seen == {
         "loss": "assistant",

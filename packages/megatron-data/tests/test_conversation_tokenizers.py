@@ -30,6 +30,7 @@ from megatron_data.tokenizers import (
     SFTPromptFormat,
     SFTTokenizer,
     conversation_tokenizer,
+    huggingface,
 )
 
 pytest.importorskip("jinja2")
@@ -69,6 +70,11 @@ def test_the_names_are_those_of_the_formats() -> None:
     assert (*MULTIMODAL_PROMPT_FORMATS,) == get_args(MultimodalPromptFormat)
 
 
+def test_only_mistrals_format_has_no_system_message_as_in_megatron() -> None:
+    formats = {**PROMPT_FORMATS, **MULTIMODAL_PROMPT_FORMATS}
+    assert [name for name, each in formats.items() if not each.system] == ["mistral"]
+
+
 @pytest.mark.parametrize(
     ("prompt_format", "text", "said"),
     [
@@ -103,6 +109,7 @@ def test_conversations_with_images(
         assert tokenizer.decode(ids.tolist()) == text
     assert talk == TALK
     rendered = tokenizer.template.render(talk)
+    assert rendered.text == text
     assert [rendered.text[first:last] for first, last in rendered.assistant_spans] == said
     assert tokenizer.reference.encode(text) == ids.tolist()
     assert 0 < counted.sum() < len(counted)
@@ -112,14 +119,18 @@ def test_conversations_with_images(
     assert tokenizer.image_id in ids and tokenizer.vocab_size > tokenizer.image_id
 
 
-def test_tags_are_put_around_images_in_texts(folder: Path) -> None:
+def test_tags_are_put_around_images_in_texts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, tagged = (
         MultimodalTokenizer.load(folder, "chatml", image_tag=tag) for tag in ("", "nvlm")
     )
     text = "the <image> whale"
     assert plain.decode(plain.encode(text)) == text
     assert tagged.decode(tagged.encode(text)) == "the <Image><image></Image> whale"
+    monkeypatch.setattr(huggingface, "SEGMENT_CHARACTERS", 3)
     assert [*tagged.split_text(text)] == [text]
+    assert [*plain.split_text(text)] == ["the", " <image> whale"]
     assert plain.fingerprint == plain.reference.fingerprint != tagged.fingerprint
     without = MultimodalTokenizer.load(folder, "chatml", special_tokens=["<a>"])
     assert without.image_id is None and without.token_id("<a>") is not None
@@ -168,6 +179,8 @@ def test_a_saved_tokenizer_equals_the_original(
     assert isinstance(made, SFTTokenizer)
     assert (made.bos_id, made.eos_id) == (made.token_id("<s>"), made.token_id("</s>"))
     assert made.pad_id == (None if pad is None else made.token_id(pad))
+    assert (made.pad_id is None) == (pad is None)
+    assert (made.token_id("<image>") is None) == (kind == "SFTTokenizer")
     made.save(tmp_path)
     for again in (load_tokenizer(tmp_path), pickle.loads(pickle.dumps(made))):
         assert type(again) is type(made) and isinstance(again, SFTTokenizer)

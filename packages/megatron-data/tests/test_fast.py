@@ -194,6 +194,8 @@ def test_the_first_texts_and_every_500th_are_compared(
     compared.clear()
     FastTokenizer(tokenizer).encode_batch(["ten " * 10] * 200)  # 80 + 8000 // 200 characters
     assert len(compared) == 3
+    tokens, lengths = made.encode_joined([])
+    assert (tokens.shape, lengths.shape, made.encode_batch([])) == ((0,), (0,), [])
     assert made.encode_batch(["b", "", "c d"]) == [
         HuggingFaceTokenizer.encode(tokenizer, text) for text in ("b", "", "c d")
     ]

@@ -3,10 +3,12 @@
 import pytest
 from megatron_data import DataError
 from megatron_data.tokenizers import ChatTemplate
+from megatron_data.tokenizers.generation_blocks import Blocks, render_blocks
 
 pytest.importorskip("jinja2")
 
 MANY = "".join(map(chr, range(0xFDD0, 0xFDEE)))  # two marks are left
+MIDDLE = "".join(map(chr, range(0xFDD1, 0xFDEF)))  # the first and the last mark are left
 SET = "{% set body %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}"
 
 
@@ -42,6 +44,7 @@ def rendered(body: str, *answers: str) -> tuple[str, list[str]]:
         ("{% generation %}{% generation %}{{ m.content }}{% endgeneration %}b{% endgeneration %}c",
          "yes", "yesbc", ["yesb"]),
         ("<" + SET + "{{ body }}>", MANY, f"<{MANY}>", [MANY]),
+        ("<" + SET + "{{ body }}>", MIDDLE, f"<{MIDDLE}>", [MIDDLE]),
         ("{% generation %}{{ m.content }}{% endgeneration %}!", "\ufdd0", "\ufdd0!", ["\ufdd0"]),
         ("{{ m.content }}{% generation %}{{ m.content }}{% endgeneration %}!", "\ufdd1",
          "\ufdd1\ufdd1!", ["\ufdd1"]),
@@ -49,6 +52,35 @@ def rendered(body: str, *answers: str) -> tuple[str, list[str]]:
 )  # fmt: skip
 def test_text_and_answers_by_hand(body: str, answer: str, text: str, said: list[str]) -> None:
     assert rendered(body, answer) == (text, said)
+
+
+def test_blocks_in_blocks_are_part_of_each_answer() -> None:
+    inner = "{% generation %}{{ m.content }}{% endgeneration %}"
+    body = "{% generation %}a" + inner + "b{% endgeneration %}c"
+    assert rendered(body, "yes", "no") == ("ayesbcanobc", ["ayesb", "anob"])
+
+
+@pytest.mark.parametrize(("start", "renderings"), [("", 1), ("\ufdd0", 3), ("\ufdd1", 3)])
+def test_a_template_that_writes_its_blocks_directly_is_rendered_once(
+    start: str, renderings: int
+) -> None:
+    """Unless a message has a mark: then once without marks, and once with marks that are unused."""
+    calls: list[Blocks] = []
+
+    def render(blocks: Blocks) -> str:
+        calls.append(blocks)
+        return f"{start}<{blocks.write('yes')}>{blocks.write('')}{blocks.write('no')}"
+
+    first = len(start) + 1
+    expected = [(first, first + 3), (first + 4, first + 6)]
+    assert render_blocks(render, True) == (f"{start}<yes>no", expected)
+    assert len(calls) == renderings
+
+
+def test_a_text_without_answers_may_come_from_any_template() -> None:
+    source = "{% for m in messages %}" + SET + "{{ body | length }}{{ body }}{% endfor %}"
+    talk = [{"role": "assistant", "content": "yes"}]
+    assert ChatTemplate(source).render(talk, return_assistant_spans=False) == ("3yes", [])
 
 
 def test_each_block_has_its_own_white_space() -> None:

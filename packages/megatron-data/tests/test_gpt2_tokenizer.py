@@ -41,6 +41,18 @@ def test_gpt2s_two_files_are_read_as_the_library_does(files):
         assert ours.decode(ours.encode(text)) == text
 
 
+def test_the_definition_is_that_of_the_library(files):
+    """The fingerprint depends on all of it, also on what changes no token."""
+    vocab, merges = files / "vocab.json", files / "merges.txt"
+    library = tokenizers.ByteLevelBPETokenizer(str(vocab), str(merges))
+    library.add_special_tokens(["<|endoftext|>"])
+    ours, theirs = gpt2_tokenizer(vocab, merges).definition, json.loads(library.to_str())
+    for part in ("added_tokens", "pre_tokenizer"):
+        assert json.loads(ours)[part] == theirs[part]
+    assert json.loads(ours)["model"]["vocab"] == theirs["model"]["vocab"]
+    assert "Ġ".encode() in ours  # no escapes
+
+
 @pytest.mark.parametrize(
     ("vocab", "merges", "message"),
     [

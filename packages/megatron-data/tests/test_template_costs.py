@@ -109,6 +109,7 @@ def test_reading_a_value_costs_its_elements_and_its_text(value: Any, size: int, 
     assert Budget(PLENTY, PLENTY).measure(value) == size
     assert cost(lambda budget: budget.measure(value)) == steps
     assert longest(lambda budget: budget.measure(value)) == size
+    assert cost(lambda budget: budget.measure(value), size) == steps
 
 
 def test_elements_cost_their_weight() -> None:
@@ -139,6 +140,9 @@ def test_elements_cost_their_weight() -> None:
         (7, "%", 4, 1),
         (2, "**", 9, 1),
         ("%d", "%", 5, 1 + 1 + 1),
+        (2**9999, "-", 9, 1),
+        (2.5, "**", 3, 1),
+        (1, "+", "a", 1),  # an error of the template
     ],
 )
 def test_operators_cost_what_they_make(left: Any, operator: str, right: Any, steps: int) -> None:
@@ -224,6 +228,7 @@ def test_widths_have_at_most_5_digits_and_none_comes_from_a_value(
         ("abab", "replace", ("a", "12345"), 4 + 2 * 4),
         ("abab", "replace", ("ab", ""), 4),
         ("abab", "replace", ("ab", "c", 1), 4),
+        ("abab", "replace", (b"a", "12"), 4),  # an error of the template
         ("--", "join", (["x" * 50, "y"],), 51 + 3 * 8 + 2 * 2),
     ],
 )

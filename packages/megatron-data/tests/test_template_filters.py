@@ -32,6 +32,8 @@ def rendered(source):
         *("'aXbX' | replace('X', '--')", "'aXbX' | replace('X', '--', 1)"),
         *("[3, 1] | sort", "[3, 1, 3] | unique | list", "rows | groupby('a') | length"),
         *("[3, 1] | min", "rows | map(attribute='a') | max", "[] | first | default('none')"),
+        *("range(3) | string", "121 | replace(1, 3)"),
+        *("'aXb' | replace(old='X', new='--')", "'aXb' | replace('X', new='--', count=0)"),
         *("'abc' | length", "'abc' | reverse", "{'a': 1} | items | list", "5 is ge 5"),
     ],
 )

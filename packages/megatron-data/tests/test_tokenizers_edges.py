@@ -58,6 +58,15 @@ def test_tokens_around_a_text_are_known_and_left_out(
     assert (tokenizer.token_id("</s>"), tokenizer.token_id("<x>")) == (257, None)
 
 
+def test_tokens_around_a_text_are_not_those_of_the_text() -> None:
+    """With a space before every text, the letter that is looked at has two tokens."""
+    definition = json.loads(of_bytes("<s> $A </s>", "<s>", "</s>").definition)
+    definition["pre_tokenizer"]["add_prefix_space"] = True
+    tokenizer = HuggingFaceTokenizer(json.dumps(definition))
+    assert len(tokenizer.encode("a")) == 2
+    assert tokenizer.text_edges == ((256,), (257,))
+
+
 @pytest.mark.parametrize(
     ("names", "end"),
     [
@@ -118,6 +127,26 @@ def test_the_smallest_vocabularies_are_trained(capfd: pytest.CaptureFixture[str]
     assert (pieces.eod_id, pieces.bos_id, pieces.pad_id) == (3, 2, 0)  # [SEP], [CLS] and [PAD]
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("", "")  # no progress unless asked for
+    train_unigram(texts, 257, progress=True)
+    assert "LOG(INFO)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("train", [train_bpe, train_wordpiece])
+def test_training_shows_progress_only_on_request(
+    train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library hides its bar where the output is no terminal."""
+    shown: list[bool] = []
+    trainer = tokenizers.trainers.BpeTrainer
+
+    def watched(**options: Any) -> Any:
+        shown.append(options["show_progress"])
+        return trainer(**{**options, "show_progress": False})
+
+    monkeypatch.setattr(tokenizers.trainers, "BpeTrainer", watched)
+    train(["a b"], 300)
+    train(["a b"], 300, progress=True)
+    assert shown == [False, True]
 
 
 @pytest.mark.parametrize(

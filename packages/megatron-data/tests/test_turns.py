@@ -8,8 +8,11 @@ import pytest
 from chat_families import FAMILIES
 from megatron_data import DataError, HuggingFaceTokenizer, IndexedDataset, tokenize_conversations
 from megatron_data.cli import main
+from megatron_data.sources.conversations import ConversationRow
 from megatron_data.tokenizers import ChatTemplate, SFTTokenizer, TurnEnds
+from megatron_data.tokenizers.conversations import encode_rows
 from megatron_data.tokenizers.prompt_formats import PROMPT_FORMATS
+from megatron_data.tokenizers.turns import find_turns
 
 pytest.importorskip("jinja2")
 
@@ -90,6 +93,61 @@ def test_an_answer_whose_place_is_not_certain_is_refused(source: str) -> None:
         template.render(TALK)
 
 
+TOOLS_AT_THE_END = (
+    "{% set last = messages | selectattr('role', 'equalto', 'user') | list | last %}"
+    "{% for m in messages %}{{ '<t>' if m == last else '' }}[{{ m.role }}]LEAD{{ m.content }};"
+    "{% endfor %}" + PROMPT
+)
+
+
+def test_answers_are_found_if_only_the_last_question_has_the_tools() -> None:
+    template = ChatTemplate(TOOLS_AT_THE_END.replace("LEAD", " "))
+    text, spans = template.render(TALK)
+    assert text == "[user] Who?;[assistant] \nIshmael.;<t>[user] Where?;[assistant] At sea.;"
+    assert [text[first:last] for first, last in spans] == [" \nIshmael.;", " At sea.;"]
+    lead = "{{ '<k>' if loop.last and m.role == 'assistant' else '' }}"
+    with pytest.raises(DataError, match=r"the chat template writes message 2 differently without"):
+        ChatTemplate(TOOLS_AT_THE_END.replace("LEAD", lead)).render(TALK)
+
+
+@pytest.mark.parametrize("left", ["\ufdd0", "\ufdef", None])
+def test_one_of_32_marks_must_be_unused(left: str | None) -> None:
+    """The marks are U+FDD0 to U+FDEF, which Unicode reserves for programs."""
+    marks = "".join(chr(code) for code in range(0xFDD0, 0xFDF0) if chr(code) != left)
+    talk = [{"role": "user", "content": marks}, *TALK[1:]]
+    if left is not None:
+        assert said("qwen3", talk)[0] == "\nIshmael.<|im_end|>\n"
+        return
+    with pytest.raises(DataError, match=r"the chat template writes message 2 differently without"):
+        said("qwen3", talk)
+
+
+def test_an_answer_without_content_has_no_place_for_a_mark() -> None:
+    """The end of the conversation differs, so the texts of its beginnings do not help."""
+    source = EACH.replace("m.content }}", "m.content or '' }}<|end|>")
+    template = ChatTemplate(source + PROMPT.replace("{% endif", "{% else %}<eos>{% endif"))
+    talk = [TALK[0], {"role": "assistant", "content": ""}, TALK[2]]
+    text, spans = template.render(talk)
+    assert [text[first:last] for first, last in spans] == ["<|end|>"]
+    with pytest.raises(DataError, match=r"the chat template writes message 2 differently without"):
+        template.render([TALK[0], {"role": "assistant", "content": None}, TALK[2]])
+
+
+def test_answers_that_overlap_are_refused() -> None:
+    """The prompt of the third answer begins within the second answer."""
+    texts = {
+        (0, True): "",
+        (1, False): "a",
+        (1, True): "a",
+        (2, False): "abc",
+        (2, True): "ab",
+        (3, False): "abcd",
+    }
+    talk = [{"role": "assistant", "content": each} for each in "abd"]
+    with pytest.raises(DataError, match=r"the chat template writes message 3 differently without"):
+        find_turns(lambda turns, prompt: texts[len(turns), prompt], talk, "abcd")
+
+
 def test_one_answer_may_follow_another_at_once() -> None:
     template = ChatTemplate(EACH.replace("[{{ m.role }}]", ""))
     found = template.render([TALK[1], TALK[3]])
@@ -109,6 +167,11 @@ def test_one_answer_may_follow_another_at_once() -> None:
         ("{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}"
          "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}", "<|im_end|>"),
         ("{{ raise_exception('no') }}", None),
+        # A template whose answers cannot be found.
+        ("{{ raise_exception('no') if messages[0].role == 'assistant' else '' }}"
+         + EACH.replace("[{{ m.role }}]", "").replace(
+             "m.content }}", "m.content if loop.last else m.content | length }}<|im_end|>"),
+         "<|im_end|>"),
         *((each.template, None) for each in PROMPT_FORMATS.values() if each.template),
     ],
 )  # fmt: skip
@@ -143,6 +206,23 @@ def test_a_conversation_ends_as_the_template_ends_it(
     if not end:
         made = SFTTokenizer(marked, template).tokenize_conversation(TALK)
         assert (made.ids.tolist(), made.loss_mask.tolist()) == (ids, mask)
+
+
+def test_the_end_of_a_document_is_not_repeated(marked: HuggingFaceTokenizer) -> None:
+    """The loss counts an end that is appended if it follows an answer."""
+    template = ChatTemplate.from_prompt_format("identity")
+    question, answer = {"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}
+    ended = {"role": "assistant", "content": "c d<|im_end|>"}
+    empty = {"role": "user", "content": ""}
+    talks: list[list[Any]] = [[question, answer], [question, ended], [question, answer, question]]
+    talks += [[empty]]
+    texts = ["a bc d<|im_end|>", "a bc d<|im_end|>", "a bc da b<|im_end|>", "<|im_end|>"]
+    rows = [ConversationRow("here:1", [talk], None) for talk in talks]
+    ends = TurnEnds(template, marked)
+    for loss, counted in (("assistant", [1, 1, 0, 0]), ("all", [1, 1, 1, 1])):
+        found = [one for (one,) in encode_rows(rows, marked, template, loss, ends)]  # type: ignore[arg-type]
+        assert [marked.decode(one.ids.tolist()) for one in found] == texts
+        assert [int(one.loss_mask[-1]) for one in found] == counted
 
 
 @pytest.mark.parametrize("name", ["glm4", "chatml"])

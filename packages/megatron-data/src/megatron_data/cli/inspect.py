@@ -96,7 +96,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         print(f"\nvocabulary: {used} tokens occur; the most common:")
         for token, times in summary.most_common(8):
             text = f"  {tokenizer.decode([token])!r}" if tokenizer else ""
-            print(f"{token:>10}  {times / max(summary.token_counts.sum(), 1):6.2%}{text}")
+            print(f"{token:>10}  {times / summary.token_counts.sum():6.2%}{text}")
         for number in range(min(arguments.documents, counts.documents)):
             tokens, images = document_text(dataset, number)
             shown = tokens[: arguments.tokens].tolist()

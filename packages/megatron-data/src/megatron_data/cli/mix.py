@@ -94,7 +94,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
             if blend.weights and (arguments.epochs or arguments.tokens)
             else (source.num_tokens for source in summarize_blend(blend, 1, 1, split, storage))
         )
-        samples = max(int(total) // max(length, 1), 1)
+        samples = max(int(total) // length, 1)
     mixed = summarize_blend(blend, samples, length, split, storage)
     rows = [
         (

@@ -53,7 +53,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         allow_http=arguments.allow_http,
         max_document_bytes=arguments.max_document_bytes,
     )
-    last = found.first_token + max(found.tokens, 1) - 1
+    last = found.first_token + found.tokens - 1
     tokens = f"tokens {found.first_token:,} to {last:,}" if found.tokens else "no token"
     what = f"document {found.document:,} ({tokens})"
     if arguments.token is not None:

@@ -281,7 +281,7 @@ class ChatTemplate:
         left: "Budget",
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool = False,
+        add_generation_prompt: bool,
     ) -> str:
         try:
             return self._template_for(tools).render(

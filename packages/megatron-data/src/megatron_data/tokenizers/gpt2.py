@@ -44,13 +44,16 @@ def _definition(vocab_file: Path, merge_file: Path) -> str:
         raise DataError(f"{vocab_file} lacks {END_OF_TEXT}, the end-of-document token")
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     end = {"id": vocabulary[END_OF_TEXT], "content": END_OF_TEXT, "special": True, **added}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level = {
+        **{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+        "use_regex": True,
+    }
     return json.dumps(
         {
             "version": "1.0",
             "added_tokens": [end],
-            "pre_tokenizer": {**byte_level, "use_regex": True},
-            "decoder": {**byte_level, "use_regex": True},
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
             "model": {
                 "type": "BPE",
                 "vocab": vocabulary,
@@ -70,7 +73,7 @@ def _merges(path: Path, vocabulary: dict[str, int]) -> list[list[str]]:
         if not line:
             continue
         pair = line.split(" ")
-        if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys():
+        if len(pair) != 2 or not all(part in vocabulary for part in (*pair, "".join(pair))):
             raise DataError(
                 f"{path}, line {number}: {line!r} does not merge two tokens of the vocabulary into "
                 "a third; give the two files of the same tokenizer"

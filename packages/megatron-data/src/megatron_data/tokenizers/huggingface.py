@@ -16,13 +16,11 @@ from megatron_data.errors import DataError
 from megatron_data.files import AtomicFile, read_json, tokenizer_path, write_json
 from megatron_data.tokenizers.protocol import CONFIG_FILE
 from megatron_data.tokenizers.template_files import StoredTemplates
-from megatron_data.tokenizers.text_splitting import split_pattern, split_text
+from megatron_data.tokenizers.text_splitting import SEGMENT_CHARACTERS, split_pattern, split_text
 
 Offsets: TypeAlias = tuple[int, int]
 
 TOKENIZER_FILE = "tokenizer.json"
-SEGMENT_CHARACTERS = 1 << 18
-"""Characters per segment when a long text is split."""
 SEGMENTS_AT_ONCE = 16
 _CANNOT_ENCODE = "the tokenizer cannot encode this text"
 ROLES = ("eod", "bos", "eos", "pad")

@@ -7,12 +7,10 @@ from pathlib import Path
 
 from megatron_data.errors import DataError
 from megatron_data.files import write_json
-from megatron_data.tokenizers.text_splitting import split_text
+from megatron_data.tokenizers.text_splitting import SEGMENT_CHARACTERS, split_text
 
 PLAIN_FILE = "megatron_tokenizer.json"
-SEGMENT_CHARACTERS = 1 << 18
 _LONGEST_WORD = 40  # characters of a word in an error
-"""Characters per segment when a long text is split."""
 
 _BETWEEN = re.compile(r"(?=\s)")
 

@@ -158,7 +158,8 @@ class SentencePieceTokenizer:
         """Returns the spelling of a token, or None for an invalid id."""
         if 0 <= number < self._pieces:
             return str(self._processor.id_to_piece(number))
-        return self._new[number - self._pieces] if 0 <= number < self.vocab_size else None
+        index = number - self._pieces
+        return self._new[index] if 0 <= index < len(self._new) else None
 
     def encode(self, text: str) -> list[int]:
         """Returns the token ids of a text; with `begin`, the beginning-of-text token is first."""

@@ -105,8 +105,9 @@ def _counted(budget: Budget, values: Any) -> Any:
 
 
 def _check_replace(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    if len(given) >= 3:
-        budget.allocate(replaced_size(*(_text(value) for value in given[:3])))
+    named = {**dict(zip(("text", "old", "new"), given, strict=False)), **options}
+    if "old" in named and "new" in named:
+        budget.allocate(replaced_size(*(_text(named[name]) for name in ("text", "old", "new"))))
 
 
 def _check_indent(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:

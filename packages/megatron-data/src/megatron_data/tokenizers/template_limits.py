@@ -80,7 +80,7 @@ class Budget:
                 f"it makes a text of more than {self.characters:,} characters "
                 "(--max-template-characters, TemplateLimits.characters)"
             )
-        self.spend(1 + max(characters, 0) // _CHARACTERS)
+        self.spend(1 + max(characters // _CHARACTERS, 0))
 
     def measure(self, value: Any) -> int:
         """Charges reading a whole value; returns its approximate size as text in characters."""

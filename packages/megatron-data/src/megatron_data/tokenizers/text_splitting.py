@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 SplitPattern: TypeAlias = re.Pattern[str]
 """Matches the empty strings at which a text may be split."""
+SEGMENT_CHARACTERS = 1 << 18
+"""Characters per segment when a long text is split."""
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (

@@ -206,7 +206,7 @@ def _filled(named: Sequence[str], count: int) -> list[str]:
         raise DataError(
             f"{len(named)} special tokens are given, but num_special_tokens is {count}; raise it"
         )
-    (name, times), *_ = Counter(names).most_common(1)
+    name, times = max(Counter(names).items(), key=lambda item: item[1])
     if times > 1:
         raise DataError(f"the special token {name} is given {times} times; give it once")
     return names

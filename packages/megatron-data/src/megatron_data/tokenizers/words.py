@@ -11,9 +11,8 @@ import orjson
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from megatron_data.tokenizers.text_splitting import split_pattern, split_text
+from megatron_data.tokenizers.text_splitting import SEGMENT_CHARACTERS, split_pattern, split_text
 
-_SEGMENT = 1 << 18  # characters
 _AT_ONCE = 4096  # repetitions of a word in one text
 
 
@@ -29,7 +28,7 @@ def count_words(texts: Iterable[str], tokenizer: tokenizers.Tokenizer) -> list[t
     pre_tokenizer: pre_tokenizers.PreTokenizer = tokenizer.pre_tokenizer
     counts: Counter[str] = Counter()
     for text in texts:
-        segments = (text,) if pattern is None else split_text(text, _SEGMENT, pattern)
+        segments = (text,) if pattern is None else split_text(text, SEGMENT_CHARACTERS, pattern)
         for segment in segments:
             words = pre_tokenizer.pre_tokenize_str(normalize(segment))
             counts.update(word for word, _ in words)
