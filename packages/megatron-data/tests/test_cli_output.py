@@ -291,8 +291,8 @@ def test_conversations_are_reported_with_what_the_loss_counts(
     words = ["--input", "a", "--tokenizer-model", str(tmp_path / "t"), "--output-prefix", "o"]
     assert main(["tokenize-conversations", *words]) == 0
     assert capsys.readouterr().out == (
-        f"{BEFORE}o_conversation: 2,000 conversations of 1 row, 3,000 tokens, 1,500 of them counted "
-        f"by the loss; 1 truncated, 1,200 dropped, 3 without an answer\n{BEHIND}"
+        f"{BEFORE}o_conversation: 2,000 conversations of 1 row, 3,000 tokens, 1,500 of them "
+        f"counted by the loss; 1 truncated, 1,200 dropped, 3 without an answer\n{BEHIND}"
     )
     assert seen == {
         "loss": "assistant",

@@ -119,9 +119,7 @@ def test_conversations_with_images(
     assert tokenizer.image_id in ids and tokenizer.vocab_size > tokenizer.image_id
 
 
-def test_tags_are_put_around_images_in_texts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tags_are_put_around_images_in_texts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, tagged = (
         MultimodalTokenizer.load(folder, "chatml", image_tag=tag) for tag in ("", "nvlm")
     )

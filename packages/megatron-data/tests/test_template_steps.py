@@ -4,8 +4,9 @@ import pytest
 from megatron_data import DataError
 from megatron_data.tokenizers import ChatTemplate
 
-jinja2 = pytest.importorskip("jinja2", reason="chat templates are an extra of this package")
+pytest.importorskip("jinja2", reason="chat templates are an extra of this package")
 
+import jinja2
 from megatron_data.tokenizers.sandbox import SandboxedTemplate
 from megatron_data.tokenizers.template_filters import limited_filters, to_json
 from megatron_data.tokenizers.template_limits import Budget, TemplateLimitError
@@ -126,5 +127,5 @@ def test_lines_of_statements_leave_no_space() -> None:
 
 
 def test_a_method_gets_all_of_its_arguments() -> None:
-    with pytest.raises(DataError, match="cannot render the messages: .*join"):
+    with pytest.raises(DataError, match=r"cannot render the messages: .*join"):
         text_of("{{ '-'.join(['a'], 'b') }}")

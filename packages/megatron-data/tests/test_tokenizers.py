@@ -72,10 +72,8 @@ def test_the_fingerprint_ignores_layout_truncation_and_padding(
         "strategy": "LongestFirst",
         "stride": 0,
     }
-    content["padding"] = {
-        **{"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None},
-        **{"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"},
-    }
+    padding = {"strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": None}
+    content["padding"] = {**padding, "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
     path.write_text(json.dumps(dict(reversed(content.items()))))
     loaded = load_tokenizer(path)
     assert loaded.fingerprint == tokenizer.fingerprint

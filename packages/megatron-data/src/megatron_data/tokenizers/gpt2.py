@@ -44,10 +44,8 @@ def _definition(vocab_file: Path, merge_file: Path) -> str:
         raise DataError(f"{vocab_file} lacks {END_OF_TEXT}, the end-of-document token")
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     end = {"id": vocabulary[END_OF_TEXT], "content": END_OF_TEXT, "special": True, **added}
-    byte_level = {
-        **{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
-        "use_regex": True,
-    }
+    options = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    byte_level = {"type": "ByteLevel", **options}
     return json.dumps(
         {
             "version": "1.0",
