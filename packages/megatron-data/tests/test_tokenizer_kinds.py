@@ -20,7 +20,7 @@ from megatron_data import (
 )
 from megatron_data.cli.main import main
 from megatron_data.tokenizers import SentencePieceTokenizer, TikTokenizer, tik_token
-from megatron_data.tokenizers.plain import SEGMENT_CHARACTERS
+from megatron_data.tokenizers.text_splitting import SEGMENT_CHARACTERS
 from megatron_data.tokenizers.threads import may_use_threads
 from megatron_data.tokenizers.tik_token import PATTERNS, SPECIAL_TOKENS
 
