@@ -150,3 +150,11 @@ def test_a_query_offset_places_new_tokens_after_the_stored_ones() -> None:
     y = DenseKV(k, v).attend(q, Mask(), query_offset=2)
     weights = (k[:3, 0, 0] @ q[0, 0, 0] / 2**0.5).softmax(0)
     torch.testing.assert_close(y[0, 0, 0], weights @ v[:3, 0, 0])
+    first = DenseKV(k, v).attend(q, Mask())  # by default the first token, which sees itself alone
+    torch.testing.assert_close(first[0, 0, 0], v[0, 0, 0])
+
+
+def test_memory_is_on_the_chosen_device() -> None:
+    cache, k = made(GPTConfig, device="meta"), drawn(3).to("meta")
+    assert cache.update(0, k, k).k.device.type == "meta"
+    assert made(GPTConfig).update(0, drawn(3), drawn(3)).v.device.type == "cpu"

@@ -97,6 +97,12 @@ def test_one_stage_holds_both_sides():
     assert plan.encoder.first and plan.encoder.last and plan.decoder.first and plan.decoder.last
 
 
+def test_two_stages_divide_equal_sides():
+    three = (range(2), range(2, 5), range(5, 8))
+    with pytest.raises(ConfigError, match="stage 1 of 3 has layers 2:5, .*; use 2 or 4 stages"):
+        plan_encoder_decoder_stage(4, 4, ParallelLayout(pp=3), 0, split=three)
+
+
 @pytest.mark.parametrize(
     ("sides", "options", "words"),
     [
@@ -113,6 +119,10 @@ def test_one_stage_holds_both_sides():
             *((2, 3), {"split": (range(1), range(1, 3), range(3, 4), range(4, 5))}),
             r"stage 1 of 4 has layers 1:3, of the encoder \(0:2\) and of the decoder \(2:5\); "
             "use 5 stages",
+        ),
+        (
+            *((6, 6), {"split": (range(4), range(4, 7), range(7, 9), range(9, 12))}),
+            r"stage 1 of 4 has layers 4:7, of the encoder \(0:6\) .* \(6:12\); use 4 or 6 stages",
         ),
         ((2, 4), {"split": (range(6),)}, "the split has 1 stages, but the pipeline has 4"),
         (

@@ -189,6 +189,7 @@ def test_misspelt_names_and_operations_without_calls_are_refused() -> None:
     for chosen, message in (
         ({"atention": "torch"}, "no operation 'atention'; did you mean attention?"),
         ({"attention": "flash"}, "no backend 'flash'; did you mean 'flash_attn'?"),
+        ({"bias_gelu": "flash"}, "bias_gelu has no backend 'flash'"),
         ({"ssd_scan": "chunked"}, "no layer of this model calls ssd_scan; choose backends of"),
     ):
         with pytest.raises(ConfigError) as error:

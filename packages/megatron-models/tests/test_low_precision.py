@@ -162,9 +162,9 @@ def test_magnitudes_above_the_history_are_clipped_and_infinities_are_found():
 
 
 def test_a_history_shifts_unless_nothing_was_observed():
-    value = torch.tensor([[3.0, 2.0], [5.0, 4.0], [7.0, 6.0]])
+    value = torch.tensor([[3.0, 2.0, 1.0], [5.0, 4.0, 3.0], [7.0, 6.0, 5.0]])
     seen = torch.tensor([9.0, -torch.inf, torch.inf], dtype=torch.float64)
-    assert shifted_history(value, seen).tolist() == [[9, 3], [5, 4], [7, 6]]
+    assert shifted_history(value, seen).tolist() == [[9, 3, 2], [5, 4, 3], [7, 6, 5]]
     assert shifted_history(value, seen * 0 + 0.0).nan_to_num(0).tolist() == value.tolist()
 
 

@@ -87,7 +87,7 @@ def test_held_experts_have_a_transpose_for_kernels_that_read_one():
     other = HeldWeights.of(TENSORWISE, {"quantized_grouped_matmul": "reference"}, sharded=False)
     assert other == HeldWeights(bits / 4, bits / 8)
     assert HeldWeights.of(TENSORWISE, chosen, sharded=True) == HeldWeights()
-    assert HeldWeights.of(NONE, chosen, sharded=False) == HeldWeights()
+    assert HeldWeights.of(NONE, chosen, sharded=False) == HeldWeights() == HeldWeights(0.0, 0.0)
 
 
 def test_matrices_of_the_roles_alone_are_held():
@@ -244,7 +244,7 @@ def noise_of(number: float, index: int) -> float:
 
 def test_noise_is_the_hash_of_bits_and_index():
     """The numbers are part of every training curve in FP4."""
-    x = torch.tensor([[1.5, -2.25, 0.0], [3e38, -1e-30, 7.0]])
+    x = torch.tensor([[1.5, -2.25, 0.0, 0.1], [3e38, -1e-30, 7.0, -0.3]])
     expected = [noise_of(number, index) for index, number in enumerate(x.flatten().tolist())]
     assert hashed_noise(x).flatten().tolist() == pytest.approx(expected, abs=1e-7)
 

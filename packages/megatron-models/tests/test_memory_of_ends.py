@@ -34,6 +34,7 @@ def norm(size, rms=False):
         ("bfloat16", {}, {"backends": SEPARATE}, 8 + 2 + V * 4),
         ("bfloat16", {"final_logit_softcapping": 3.0}, {}, 8 + 1 + 4 + 2 * V * 4),
         ("float32", {"final_logit_softcapping": 3.0}, {"backends": SEPARATE}, 8 + 2 + 2 * V * 4),
+        ("bfloat16", {"final_logit_softcapping": 0.5}, {}, 8 + 1 + 4 + 2 * V * 4),
         ("float32", {}, {"loss_saves": "input"}, 8),
     ],
 )

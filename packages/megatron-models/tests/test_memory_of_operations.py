@@ -6,6 +6,7 @@ import pytest
 from megatron_models import LayerPass, SavedBytes, layer_activations
 from megatron_models.components.norm.spec import NormSpec
 from megatron_models.components.saved_bytes import LinearInput
+from megatron_models.fused_operations import SEPARATE, fused_on_cuda
 from megatron_parallel import RecomputeConfig
 
 FEW = SavedBytes(2, linear_input=LinearInput(1.0, 1.5))
@@ -143,6 +144,27 @@ def test_a_shared_expert_converts_its_input_in_low_precision_alone(small):
     assert layer(config)["mlp.up"] == STREAM
     assert layer(config, replace(FEW, activation=4))["mlp.up"] == 4 * STREAM
     assert "mlp.up" not in layer(small(**experts))
+
+
+def test_the_first_layer_is_counted_by_default(small):
+    config = small(num_experts=4, moe_ffn_hidden_size=16, moe_layer_freq="[0,1]")
+    layer_pass = LayerPass(8, 3, FEW)
+    first, second = (layer_activations(config, layer_pass, layer=number) for number in (0, 1))
+    assert layer_activations(config, layer_pass) == first != second
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen", "fused"),
+    [
+        ("rope_qkv", {}, True),
+        ("rope_qkv", {"rope_qkv": "auto"}, True),
+        ("rope_qkv", {"rope_qkv": "reference"}, True),
+        ("rope_qkv", {"rope_qkv": SEPARATE}, False),
+        ("rope", {}, False),
+    ],
+)
+def test_a_device_fuses_operations_unless_they_are_separate(name, chosen, fused):
+    assert fused_on_cuda(name, chosen) == fused
 
 
 LN_1P = {"apply_layernorm_1p": True}

@@ -39,6 +39,7 @@ def test_stage_one_cuts_the_state_alone(small, dp) -> None:
     assert states(config, layout=layout, data_parallel=STAGE1) == (4 * n, 4 * n, 8 * n // dp)
     half = states(config, "bfloat16", layout=layout, data_parallel=STAGE1)
     assert half == (2 * n, 4 * n, 12 * n // dp)
+    assert states(config, data_parallel=STAGE1)[2] == 8 * n  # one rank without a layout
 
 
 def test_context_parallel_ranks_hold_shards_and_instances_hold_all(small) -> None:

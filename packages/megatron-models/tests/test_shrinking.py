@@ -150,3 +150,66 @@ def test_a_section_of_settings_shrinks_with_what_is_accepted() -> None:
         kept: int = 1000
 
     assert smaller_sizes(Settings(200), lambda copy: copy.a % 5 == 0) == Settings(5, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Two sizes that are compared."""
+
+    a: int = dataclasses.field(default=20, metadata={"small": 3})
+    b: int = dataclasses.field(default=9, metadata={"small": 3})
+
+
+@pytest.mark.parametrize(
+    ("value", "accepted", "found"),
+    [
+        (1000, {66}, 66),  # each size up to 63 above the small one
+        (1000, {67}, 1000),
+        (134, {67}, 67),  # then halves
+        (1000, {125, 250, 500}, 125),
+        (200, {100, 150}, 100),
+        (5, {4, 5}, 4),
+        (3, {2, 3}, 3),
+        (2, {1, 2}, 2),
+        (20, {3, 5}, 3),  # of a default the small size and halves alone
+        (20, {4}, 20),
+        (20, {5, 10}, 5),
+    ],
+)
+def test_sizes_near_the_small_one_and_halves_are_tried(value, accepted, found) -> None:
+    shrinking = smaller_sizes(Sizes(value), lambda copy: copy.a in accepted, {"b"})
+    assert shrinking == Sizes(found)
+
+
+def test_sizes_keep_their_order_and_equal_ones_stay_equal() -> None:
+    assert smaller_sizes(Sizes(200, 7), lambda _: True) == Sizes(4, 3)
+    assert smaller_sizes(Sizes(7, 200), lambda _: True) == Sizes(3, 4)
+    assert smaller_sizes(Sizes(7, 7), lambda _: True) == Sizes(3, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Determined:
+    """A size that determines another; a field that has to be given comes before it."""
+
+    base: int = dataclasses.field(default=40, metadata={"small": 2})
+    given: int = dataclasses.field(default=5, metadata={"derived": True})
+    twice: int = dataclasses.field(default=0, metadata={"derived": True})
+    least: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.given:
+            raise ValueError("given is needed")
+        if not self.twice:
+            if self.base < self.least:
+                raise ValueError("give twice")
+            object.__setattr__(self, "twice", 2 * self.base)
+
+
+def test_a_size_is_determined_again_or_kept() -> None:
+    model = Determined()
+    assert model.twice == 80
+    assert smaller_sizes(model, lambda _: True) == Determined(2, 5, 4)
+    kept = smaller_sizes(model, lambda copy: copy.twice == 80)
+    assert (kept.base, kept.twice) == (2, 80)
+    refused = smaller_sizes(Determined(least=10), lambda _: True)
+    assert (refused.base, refused.twice) == (2, 80)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron_models.cache import StaticKVCache
@@ -5,7 +7,15 @@ from megatron_models.errors import ConfigError
 from megatron_models.models.gpt.model import GPT, gpt_chunks
 from megatron_models.placement import Placement
 from megatron_models.stages import plan_stage
-from megatron_parallel import LayoutError, Mesh, ParallelLayout, TensorSpec, collect_shardings
+from megatron_parallel import (
+    LayoutError,
+    Mesh,
+    ParallelLayout,
+    Sharding,
+    TensorSpec,
+    collect_shardings,
+)
+from megatron_parallel.sharding import ZEROS
 
 
 def rank_of(rank, **degrees):
@@ -159,6 +169,30 @@ def test_stage_outputs_are_cut_by_sequence_parallelism(small):
     assert whole.stage_output_spec(3, 10) == TensorSpec((10, 3, 24), torch.bfloat16)
     cut = GPT(small(), Placement(mesh, sequence_parallel=True))
     assert cut.stage_output_spec(3, 10) == TensorSpec((5, 3, 24), torch.float32)
+
+
+def test_layers_communicate_in_slices_on_request_alone(small):
+    placement = Placement(rank_of(0, tp=2), sequence_parallel=True)
+    assert GPT(small(), placement).num_slices == 1
+    assert GPT(small(), replace(placement, tp_comm_overlap=True)).num_slices > 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exact"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_state_of_a_module_is_at_least_float32(dtype, exact):
+    placement, module = Placement(Mesh.single(), dtype=dtype), torch.nn.Module()
+    table = {"inner.mean": Sharding((3,), reduce="sum", init=ZEROS)}
+    assert placement.register_state(module, table, "mean", torch.add) is None
+    assert not vars(module).get("sharding")
+    state = placement.register_state(module, table, "inner.mean", torch.add)
+    assert state.value is module.mean and module.mean.dtype == exact
+    assert module.sharding == {"mean": table["inner.mean"]}
 
 
 def test_a_stage_refuses_wrong_inputs(small):

@@ -109,6 +109,28 @@ def test_a_document_with_most_of_the_work_is_cut_within_the_capacity() -> None:
     assert plan.imbalance == 1.0
 
 
+@pytest.mark.parametrize(
+    ("share", "lengths", "sizes"),
+    [
+        (1.0, [20, 10, 10], [2, 1, 1]),
+        (0.75, [16, 6, 6, 6, 6], [4, 1, 1, 1, 1]),
+        (0.5, [70] * 4 + [60] * 2, [2] * 6),
+        (0.25, [40] * 10, [2] * 10),
+        (0.125, [20] * 21, [2] * 21),
+    ],
+)
+def test_documents_are_cut_by_the_largest_share_that_balances(
+    share: float, lengths: list[int], sizes: list[int]
+) -> None:
+    """A document is cut until a rank has at most that share of the average work of a rank."""
+    plan = plan_pool(lengths, pool=4, capacity=1000)
+    found = {number: len(row.ranks) for row in plan.rows for number in row.documents}
+    assert [found[number] for number in range(len(lengths))] == sizes
+    assert plan.imbalance <= BALANCED
+    most = share * sum(lengths) / 4
+    assert all(length <= size * most for length, size in zip(lengths, sizes, strict=True))
+
+
 def test_ranks_with_fewer_rows_get_empty_rows() -> None:
     plan = plan_pool([8, 8, 8], pool=2, capacity=8)
     assert plan.rows_per_rank == 2

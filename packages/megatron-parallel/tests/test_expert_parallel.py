@@ -42,6 +42,7 @@ def sort(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def permute(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
+    assert bool((order >= -1).all())
     return tokens[order // choices]
 
 
@@ -305,10 +306,13 @@ def exchanged(mesh: Mesh) -> tuple[Tensor, Tensor]:
     send, receive = (tuple(c.sum(1).tolist()) for c in (counts, theirs))
     rows = torch.full((sum(send), 1), float(axis.index), dtype=torch.bfloat16).requires_grad_()
     splits = RowSplits(axis, send, receive, "rows")
-    found = start_all_to_all(rows, splits).wait()
-    with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
-        compiled = start_all_to_all(rows, splits).wait()
+    with mesh.counting() as traffic:
+        found = start_all_to_all(rows, splits).wait()
+    with mesh.counting() as others:
+        with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
+            compiled = start_all_to_all(rows, splits).wait()
     assert torch.equal(compiled, found)
+    assert others.records == traffic.records != []
     (compiled * (axis.index + 1)).sum().backward()  # type: ignore[no-untyped-call]
     back = [r + 1.0 for r, count in enumerate(send) for _ in range(count)]
     assert rows.grad is not None and rows.grad.flatten().tolist() == back

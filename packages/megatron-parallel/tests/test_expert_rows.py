@@ -18,6 +18,9 @@ from megatron_parallel.expert_parallel import (
     start_all_to_all,
     uncompiled,
 )
+from megatron_parallel.expert_parallel import all_to_all
+from megatron_parallel.expert_parallel.all_gather import AllGatherDispatcher
+from megatron_parallel.expert_parallel.all_to_all import AllToAllDispatcher
 from megatron_parallel.expert_parallel.slots import clipped, order_by_expert, refused
 from megatron_parallel.imagined import imagined_device
 from megatron_parallel.pipeline import PassInterleaver
@@ -87,6 +90,75 @@ def test_a_rank_with_all_experts_has_rows_up_to_the_bound(
     else:
         assert route.overflow is not None and int(route.overflow) == lost
         assert [math.isnan(each) for each in y] == [lost > 0, False, lost > 0, lost > 0]
+
+
+STATIC = RowLimits(per_expert=3, static=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choices", "limits", "factor", "slots"),
+    [
+        (5, 2, RowLimits(), None, None),
+        (5, 2, RowLimits(static=True), None, None),
+        (5, 2, RowLimits(per_expert=3), None, None),
+        (5, 2, STATIC, None, 2 * 3),
+        (5, 1, STATIC, None, 5),
+        (5, 3, RowLimits(per_expert=9, static=True), None, 5 * 2),
+        (5, 2, RowLimits(), 1.0, 5),
+        (5, 2, RowLimits(), 0.5, 3),
+        (5, 2, RowLimits(per_expert=1), 1.0, 2),
+        (0, 2, STATIC, 1.0, None),
+        (5, 0, STATIC, 1.0, None),
+    ],
+)
+def test_slots_of_a_pair_of_ranks_have_the_tightest_bound(
+    tokens: int, choices: int, limits: RowLimits, factor: float | None, slots: int | None
+) -> None:
+    """Each of two ranks has two of four experts."""
+    assert AllToAllDispatcher(FIRST, 4, OPS, factor).slots(tokens, choices, limits) == slots
+
+
+@pytest.mark.parametrize(
+    ("choices", "limits", "factor", "bound"),
+    [
+        (1, RowLimits(), None, 10),
+        (3, RowLimits(), None, 10 * 2),
+        (3, RowLimits(per_expert=2), None, 2 * 2 * 2),  # of two micro-batches
+        (2, RowLimits(), 1.2, 12),
+        (2, RowLimits(), 0.33, 4),
+    ],
+)
+def test_rows_of_a_rank_have_the_tightest_bound(
+    choices: int, limits: RowLimits, factor: float | None, bound: int
+) -> None:
+    assert AllGatherDispatcher(FIRST, 4, OPS, factor).bound(10, choices, limits) == bound
+
+
+def test_rows_for_other_ranks_are_a_tail_though_every_choice_is_an_expert() -> None:
+    with Mesh.imagined(ParallelLayout(ep=2, dp=2)) as mesh, imagined_device("cpu"):
+        dispatcher = build_dispatcher("allgather", mesh, 4, OPS)
+        route = dispatcher.route(torch.zeros(5, 2, dtype=torch.int64), RowLimits(all_routed=True))
+        assert route.dispatch(torch.zeros(5, 3), torch.zeros(5, 2)).wait().has_tail
+
+
+def test_numbers_of_rows_are_copied_aside_unless_a_compiler_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies, copy = [], all_to_all.HostCopy
+
+    def noted(numbers: Tensor) -> object:
+        copies.append(numbers)
+        return copy(numbers)
+
+    monkeypatch.setattr(all_to_all, "HostCopy", noted)
+    with Mesh.imagined(ParallelLayout(ep=2, dp=2)) as mesh, imagined_device("cpu"):
+        dispatcher = build_dispatcher("alltoall", mesh, 4, OPS)
+        for count, compiles in enumerate((False, True)):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.compiler, "is_compiling", lambda own=compiles: own)
+                route = dispatcher.route(torch.zeros(5, 2, dtype=torch.int64))
+                found = route.dispatch(torch.zeros(5, 3), torch.zeros(5, 2)).wait()
+            assert len(copies) == 1 and len(found.rows) == 10, count
 
 
 def test_an_interleaver_is_refused_where_nothing_is_in_flight(single: Mesh) -> None:
@@ -189,6 +261,7 @@ def test_weights_are_nan_only_if_choices_were_lost() -> None:
 def test_ranks_of_one_micro_batch_are_counted_once(layout: ParallelLayout, count: int) -> None:
     for rank in range(layout.world_size):
         assert micro_batches_of_experts(Mesh(layout, rank)) == count
+        assert micro_batches_of_experts(Mesh(layout, rank + 8, first_rank=8)) == count
 
 
 def test_one_rank_exchanges_nothing(single: Mesh) -> None:

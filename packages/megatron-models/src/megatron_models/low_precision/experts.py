@@ -35,8 +35,8 @@ class CastsOperands(Protocol):
         x: Float[Tensor, "... m k"],
         operand: Operand,
         *,
-        rows: bool = True,
-        columns: bool = True,
+        rows: bool = ...,
+        columns: bool = ...,
         scale: Tensor | None = None,
     ) -> TensorElements:
         """Returns an operand in FP8."""

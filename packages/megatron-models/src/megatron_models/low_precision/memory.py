@@ -73,7 +73,8 @@ class HeldWeights:
         form = recipe_of(config).weight
         each = form.bits(_LARGE, _LARGE) / 8
         # The transpose of square blocks of bytes is a view; products of tensors need a copy.
-        copies = 1 if form.rows == form.columns > 1 and form.elements != "e2m1" else 2
+        square = form.rows == form.columns and not form.is_per_tensor
+        copies = 1 if square and form.elements != "e2m1" else 2
         chosen = backends.get("quantized_grouped_matmul", "")
         return cls(copies * each, each * (1 + (FUSED_EXPERTS in chosen)))
 

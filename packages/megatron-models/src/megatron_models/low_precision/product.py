@@ -79,7 +79,6 @@ class LowPrecisionProduct(PlainProduct, SavingProduct):
     backends: tuple[tuple[str, str], ...] = ()
     held: HeldWeight | None = None
     grouped: bool = False
-    is_adapter: ClassVar[bool] = False
     observes: ClassVar[bool] = False
 
     @property

@@ -11,7 +11,7 @@ largest magnitude is reduced in between, as Transformer Engine's own modules do.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -48,8 +48,6 @@ from megatron_models.transformer_engine.shared_gradient import FewBits, SharedGr
 @dataclass(frozen=True)
 class TransformerEngineProduct(PlainProduct):
     """The product `x W^T + b` by Transformer Engine, in the dtype of its operands."""
-
-    is_adapter: ClassVar[bool] = False
 
     def forward(
         self,
@@ -230,7 +228,7 @@ class QuantizedProduct(TransformerEngineProduct):
     def shape_reason(self, x: Tensor, weight: Tensor) -> str | None:
         """Returns why the recipe does not quantize operands of these shapes, or None."""
         inputs, outputs = weight.shape[-1], weight.shape[:-1].numel()
-        rows = x.numel() // max(inputs, 1)
+        rows = x.shape[:-1].numel()
         for shape in ((rows, inputs), (outputs, inputs), (rows, outputs)):
             reason = self.recipe.shape_reason(*shape)
             if reason is not None:

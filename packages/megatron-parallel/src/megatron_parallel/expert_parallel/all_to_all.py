@@ -145,11 +145,10 @@ class _ExactRoute(NamedTuple):
             rows, order = rows[:total], order[:total]
         splits = RowSplits(owner.ep, sent, received, DISPATCH)
         pending = start_all_to_all(rows, splits, interleaver)
-        by_expert = None
-        if len(self.counts) > 1:  # rows are sorted by source, and by expert only within a source
-            indices = torch.arange(sum(sizes), device=order.device)
-            group = torch.searchsorted(self.counts.flatten().cumsum(0), indices, right=True)
-            by_expert = torch.argsort(group % self.counts.shape[1], stable=True)
+        # Rows are sorted by source, of which there are several, and by expert only within a source.
+        indices = torch.arange(sum(sizes), device=order.device)
+        group = torch.searchsorted(self.counts.flatten().cumsum(0), indices, right=True)
+        by_expert = torch.argsort(group % self.counts.shape[1], stable=True)
         found = _Received(self.counts.sum(0), sizes, by_expert, has_tail=False)
         return _AllToAll(owner, pending, splits, found, _Return(order, weights), interleaver)
 
@@ -198,13 +197,13 @@ class _Received(NamedTuple):
     Attributes:
         counts: Rows of each local expert.
         sizes: Rows of each rank of `expert_tp`.
-        by_expert: Order that sorts them by expert; None if they are sorted.
+        by_expert: Order that sorts them by expert.
         has_tail: Whether rows of no expert come last.
     """
 
     counts: Tensor
     sizes: tuple[int, ...]
-    by_expert: Tensor | None
+    by_expert: Tensor
     has_tail: bool
 
 
@@ -243,15 +242,12 @@ class _AllToAll:
         counts, sizes, by_expert, has_tail = self.received
         rows = self.pending.wait()
         rows = gather_rows(rows, sizes, self.owner.expert_tp, purpose=DISPATCH)
-        if by_expert is not None:
-            rows = rows.index_select(0, by_expert)
-        return ExpertRows(rows, counts, has_tail)
+        return ExpertRows(rows.index_select(0, by_expert), counts, has_tail)
 
     def combine(self, rows: Float[Tensor, "m h"]) -> "_Combine":
         """Restores the received order, sums over `expert_tp`, and starts to send the rows back."""
         _, sizes, by_expert, _ = self.received
-        if by_expert is not None:
-            rows = rows.index_select(0, torch.argsort(by_expert))
+        rows = rows.index_select(0, torch.argsort(by_expert))
         rows = scatter_rows(rows, sizes, self.owner.expert_tp, purpose=COMBINE)
         transposed = RowSplits(
             self.splits.axis, self.splits.output_splits, self.splits.input_splits, COMBINE
