@@ -154,6 +154,12 @@ def test_a_query_offset_places_new_tokens_after_the_stored_ones() -> None:
     torch.testing.assert_close(first[0, 0, 0], v[0, 0, 0])
 
 
+def test_handles_are_compared_by_identity() -> None:
+    """Tensors have no single truth value."""
+    for handle in (DenseKV(drawn(1), drawn(1)), LatentKV(drawn(1), 2)):
+        assert handle == handle and dataclasses.replace(handle) != handle
+
+
 def test_memory_is_on_the_chosen_device() -> None:
     cache, k = made(GPTConfig, device="meta"), drawn(3).to("meta")
     assert cache.update(0, k, k).k.device.type == "meta"

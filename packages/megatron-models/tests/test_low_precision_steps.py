@@ -207,6 +207,15 @@ def test_magnitudes_are_those_of_the_operands(changes, held, of_input):
     assert state.observed().tolist() == seen
 
 
+def test_magnitudes_of_a_single_gradient_are_found_where_nothing_is_cast():
+    layer = layer_of(replace(DELAYED, **EXACT))
+    (state,) = collect_states([layer]).values()
+    x, dy, weight = draw(*X), draw(*DY, scale=1e-3), layer.weight.detach()
+    (found,) = layer.product.wgrad(dy, x, [weight], [WeightGradientRequest(weight.shape)])
+    torch.testing.assert_close(found, dy.t() @ x)
+    assert state.observed().tolist() == [float(each.abs().max()) for each in (x, weight, dy)]
+
+
 def test_compiled_passes_find_the_observations_of_a_step():
     """Code that is compiled can add to a tensor, but not make one that outlives it."""
     layer = layer_of(DELAYED)

@@ -171,6 +171,11 @@ def test_stage_outputs_are_cut_by_sequence_parallelism(small):
     assert cut.stage_output_spec(3, 10) == TensorSpec((5, 3, 24), torch.float32)
 
 
+def test_placements_are_compared_by_identity():
+    placement = Placement(Mesh.single())
+    assert replace(placement) != placement and len({placement, placement}) == 1
+
+
 def test_layers_communicate_in_slices_on_request_alone(small):
     placement = Placement(rank_of(0, tp=2), sequence_parallel=True)
     assert GPT(small(), placement).num_slices == 1

@@ -85,6 +85,13 @@ def test_another_gradient_is_quantized_again(halves: Halves) -> None:
     assert product.shared.take(dy) is None
 
 
+def test_products_of_one_recipe_are_equal() -> None:
+    one, other = (transformer_engine_product(RECIPES["tensorwise"]) for _ in range(2))
+    assert one == other and one.shared is not other.shared
+    assert "shared" not in repr(one)
+    assert one != transformer_engine_product(RECIPES["tensorwise weights"])
+
+
 def products() -> dict[str, Any]:
     found = {name: transformer_engine_product(each) for name, each in RECIPES.items()}
     return {"plain": TransformerEngineProduct(), **found}

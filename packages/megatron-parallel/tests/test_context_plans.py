@@ -1,5 +1,6 @@
 """Plans of a ring by hand: tiles of one token, tiles of documents, and what the host reads."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import megatron_parallel.context_parallel.blocks as blocks
@@ -125,6 +126,15 @@ def test_every_tile_is_computed_where_no_documents_exist() -> None:
         split = ContextSplit.zigzag(16, 2)
         for source in range(2):
             assert planned(SequenceMask(ids), split, 0, source) == [((0, 8), (0, 8), False)]
+
+
+def test_values_with_tensors_are_compared_by_identity() -> None:
+    """Tensors have no single truth value."""
+    mask, places = SequenceMask(IDS), torch.arange(16)[None]
+    plan = plan_ring(mask, HOST, 0)
+    values = (mask, mask.block(places, places), HOST, HOST.host, plan, plan.blocks[0][0])
+    for value in values:
+        assert value == value and replace(value) != value  # type: ignore[type-var]
 
 
 def test_documents_on_a_device_stay_there() -> None:

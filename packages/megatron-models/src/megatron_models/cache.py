@@ -36,7 +36,7 @@ class KVHandle(Protocol):
         q: Float[Tensor, "s b n d"],
         mask: Mask,
         *,
-        query_offset: int = ...,
+        query_offset: int = 0,
         scores: Scores = PLAIN_SCORES,
         backend: str = "auto",
     ) -> Float[Tensor, "s b n d"]:

@@ -35,8 +35,8 @@ class CastsOperands(Protocol):
         x: Float[Tensor, "... m k"],
         operand: Operand,
         *,
-        rows: bool = ...,
-        columns: bool = ...,
+        rows: bool = True,
+        columns: bool = True,
         scale: Tensor | None = None,
     ) -> TensorElements:
         """Returns an operand in FP8."""
