@@ -99,7 +99,7 @@ def test_one_stage_holds_both_sides():
 
 def test_two_stages_divide_equal_sides():
     three = (range(2), range(2, 5), range(5, 8))
-    with pytest.raises(ConfigError, match="stage 1 of 3 has layers 2:5, .*; use 2 or 4 stages"):
+    with pytest.raises(ConfigError, match=r"stage 1 of 3 has layers 2:5, .*; use 2 or 4 stages"):
         plan_encoder_decoder_stage(4, 4, ParallelLayout(pp=3), 0, split=three)
 
 

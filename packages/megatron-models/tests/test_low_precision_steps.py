@@ -141,7 +141,9 @@ def test_single_gradients_cast_what_they_read(casts):
 
 
 def saved(layer, x, **options):
-    return layer.product.forward_saving(x, [layer.weight.detach()], None, multiply_matrix, **options)
+    return layer.product.forward_saving(
+        x, [layer.weight.detach()], None, multiply_matrix, **options
+    )
 
 
 def test_the_input_is_saved_as_the_gradient_of_the_weight_reads_it():

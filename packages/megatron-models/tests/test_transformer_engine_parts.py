@@ -148,9 +148,7 @@ def test_ranks_with_parts_of_a_sequence_have_one_scale(
     normed: Any, cut: bool, given: bool | None, group: str | None
 ) -> None:
     _, product = normed(cut, given)
-    product.quantizer.assert_called_once_with(
-        "input", torch.device("cpu"), rows=True, group=group
-    )
+    product.quantizer.assert_called_once_with("input", torch.device("cpu"), rows=True, group=group)
 
 
 def test_gain_and_shift_of_a_norm_have_to_be_supported(normed: Any) -> None:

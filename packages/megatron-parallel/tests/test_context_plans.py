@@ -69,9 +69,7 @@ def test_a_tile_of_two_documents_needs_a_mask(
     ids: list[int], rank: int, rows: tuple[int, int], columns: tuple[int, int]
 ) -> None:
     """Rank 0 of 2 has the tokens 0, 1, 6 and 7; rank 1 has 2 to 5."""
-    found = planned(
-        SequenceMask(torch.tensor([ids])), ContextSplit.zigzag(8, 2), rank, 1 - rank
-    )
+    found = planned(SequenceMask(torch.tensor([ids])), ContextSplit.zigzag(8, 2), rank, 1 - rank)
     assert found == [(rows, columns, False)]
 
 

@@ -308,9 +308,9 @@ def exchanged(mesh: Mesh) -> tuple[Tensor, Tensor]:
     splits = RowSplits(axis, send, receive, "rows")
     with mesh.counting() as traffic:
         found = start_all_to_all(rows, splits).wait()
-    with mesh.counting() as others:
-        with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
-            compiled = start_all_to_all(rows, splits).wait()
+    compiles = mock.patch.object(torch.compiler, "is_compiling", lambda: True)
+    with mesh.counting() as others, compiles:
+        compiled = start_all_to_all(rows, splits).wait()
     assert torch.equal(compiled, found)
     assert others.records == traffic.records != []
     (compiled * (axis.index + 1)).sum().backward()  # type: ignore[no-untyped-call]

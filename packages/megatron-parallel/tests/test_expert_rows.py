@@ -10,6 +10,7 @@ from megatron_parallel.expert_parallel import (
     RowLimits,
     RowOps,
     RowSplits,
+    all_to_all,
     assign_slots,
     build_dispatcher,
     gather_rows,
@@ -18,7 +19,6 @@ from megatron_parallel.expert_parallel import (
     start_all_to_all,
     uncompiled,
 )
-from megatron_parallel.expert_parallel import all_to_all
 from megatron_parallel.expert_parallel.all_gather import AllGatherDispatcher
 from megatron_parallel.expert_parallel.all_to_all import AllToAllDispatcher
 from megatron_parallel.expert_parallel.slots import clipped, order_by_expert, refused
