@@ -189,8 +189,8 @@ def test_norms_write_few_bits_for_layers_with_one_scale(
     assert (found is not None) == writes
     if found is not None:
         assert found.writes(RecomputeConfig(), None) and found.writes(RecomputeConfig(), "mlp")
-    for other in (SimpleNamespace(), SimpleNamespace(input_layer=nn.Linear(2, 2))):
-        assert quantized_norm(norm, other) is None  # type: ignore[arg-type]
+    others: list[Any] = [SimpleNamespace(), SimpleNamespace(input_layer=nn.Linear(2, 2))]
+    assert all(quantized_norm(norm, other) is None for other in others)
 
 
 @pytest.mark.parametrize("complete", [False, True])

@@ -1,6 +1,7 @@
 """Plans of a ring by hand: tiles of one token, tiles of documents, and what the host reads."""
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import megatron_parallel.context_parallel.blocks as blocks
@@ -130,9 +131,10 @@ def test_values_with_tensors_are_compared_by_identity() -> None:
     """Tensors have no single truth value."""
     mask, places = SequenceMask(IDS), torch.arange(16)[None]
     plan = plan_ring(mask, HOST, 0)
-    values = (mask, mask.block(places, places), HOST, HOST.host, plan, plan.blocks[0][0])
+    block = plan.blocks[0][0]
+    values: list[Any] = [mask, mask.block(places, places), HOST, HOST.host, plan, block]
     for value in values:
-        assert value == value and replace(value) != value  # type: ignore[type-var]
+        assert value == value and replace(value) != value
 
 
 def test_documents_on_a_device_stay_there() -> None:

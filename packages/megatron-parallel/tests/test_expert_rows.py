@@ -144,7 +144,8 @@ def test_rows_for_other_ranks_are_a_tail_though_every_choice_is_an_expert() -> N
 def test_numbers_of_rows_are_copied_aside_unless_a_compiler_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    copies, copy = [], all_to_all.HostCopy
+    copies: list[Tensor] = []
+    copy = all_to_all.HostCopy
 
     def noted(numbers: Tensor) -> object:
         copies.append(numbers)
