@@ -130,6 +130,14 @@ def test_help_has_at_most_100_columns_and_keeps_flags_and_lines(module, monkeypa
     assert 50 < max(map(len, made.format_help().splitlines())) <= 60
 
 
+@pytest.mark.parametrize(("first", "longest"), [("aa", 100), ("a", 99)])
+def test_lines_of_help_are_filled_up_to_100_columns(module, monkeypatch, first, longest):
+    monkeypatch.setenv("COLUMNS", "300")
+    made = module.Parser(prog="tool", description=" ".join([first, *["a"] * 60]))
+    line, *_ = (line for line in made.format_help().splitlines() if line and "-" not in line)
+    assert len(line) == longest
+
+
 def failure(module, parser, words, status=2):
     """Returns the lines that a command prints to standard error, without the program's name."""
     printed = io.StringIO()

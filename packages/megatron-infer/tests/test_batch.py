@@ -5,7 +5,8 @@ import pytest
 import torch
 from megatron_infer import InferError, Sampler, SamplingParams, generate_tokens
 from megatron_infer.engine import batch as engine
-from megatron_models import GPT
+from megatron_infer.engine.stages import LocalStages
+from megatron_models import GPT, DecodingPass
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_parallel.testing import WorkerPool
 
@@ -92,6 +93,55 @@ def test_prompts_are_prefilled_in_groups_of_bounded_size(
     monkeypatch.setattr(GPT, "forward", counting)
     assert generate_tokens(model, PROMPTS, GREEDY) == whole
     assert sizes[: len(expected)] == expected
+
+
+@contextmanager
+def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DecodingPass]]:
+    """Returns a list that gets the passes of all models."""
+    made: list[DecodingPass] = []
+    run = LocalStages.run
+
+    def recorded(stages: LocalStages, decoding_pass: DecodingPass) -> torch.Tensor | None:
+        made.append(decoding_pass)
+        return run(stages, decoding_pass)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStages, "run", recorded)
+        yield made
+
+
+def test_each_group_of_prompts_is_bounded_by_itself(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", 5)
+    prompts = [[1], [1, 2], [3, 4], [5, 6]]
+    with passes(monkeypatch) as made:
+        generate_tokens(make_model(), prompts, SamplingParams(max_new_tokens=1))
+    assert [one.tokens.tolist() for one in made] == [[[1, 0], [1, 2]], [[3, 4], [5, 6]]]
+
+
+def test_prompts_of_equal_lengths_need_no_positions_mask_and_padding(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, two = make_model(), SamplingParams(max_new_tokens=2, temperature=0.0)
+    with passes(monkeypatch) as made:
+        generate_tokens(model, [[1, 2], [3, 4]], two)
+        generate_tokens(model, [[1, 2], [3]], two)
+    needed = [
+        (one.positions is not None, one.mask is not None, one.padding is not None) for one in made
+    ]
+    # Prompts that begin together have the same positions; the shorter one is padded.
+    assert needed == [(False,) * 3, (False,) * 3, (False, False, True), (True, True, False)]
+
+
+def test_a_batch_has_no_log_probs_unless_asked_for(make_model: Make) -> None:
+    model, two = make_model(), SamplingParams(max_new_tokens=2, temperature=0.0)
+    batch = engine.Batch(model, [[1, 2], [3]], two)
+    with torch.no_grad():
+        while not batch.complete:
+            batch.step()
+    assert batch.log_probs == [[], []]
+    assert [one.log_probs for one in batch.continuations()] == [None, None]
 
 
 @contextmanager
@@ -183,7 +233,9 @@ def test_a_model_in_training_stays_in_training(make_model: Make) -> None:
     model = make_model()
     model.train()
     model.final_norm.eval()
-    generate_tokens(model, PROMPTS, GREEDY)
+    modes = []
+    generate_tokens(model, PROMPTS, GREEDY, on_token=lambda *_: modes.append(model.training))
+    assert modes and not any(modes)
     assert model.training
     assert model.layers["0"].training
     assert not model.final_norm.training

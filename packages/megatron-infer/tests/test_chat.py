@@ -167,7 +167,8 @@ def test_a_conversation_that_is_too_long_begins_with_the_user() -> None:
 
 
 def test_the_format_is_chosen_by_the_tokenizer(tmp_path: Path) -> None:
-    assert isinstance(choose_prompts(ByteTokenizer()), TextPrompts)
+    for plain in (ByteTokenizer(), train_bpe(["a"], 257)):
+        assert isinstance(choose_prompts(plain), TextPrompts)
     assert "no chat template, and turns are marked" in choose_prompts(Marked()).description
     assert isinstance(choose_prompts(Marked(), "plain"), TextPrompts)
     with pytest.raises(InferError, match="--format plain"):
@@ -235,6 +236,14 @@ def test_a_template_that_refuses_a_line_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(DataError, match="not a chat template"):
         choose_prompts(load_tokenizer(tmp_path))
+
+
+def test_a_template_may_write_the_last_message_alone(tmp_path: Path) -> None:
+    tokenizer = with_template("<|user|>{{ messages[-1].content }}", "<|endoftext|>", tmp_path)
+    prompts = choose_prompts(tokenizer)
+    prompts.prompt("a", 99)
+    prompts.answered([5], "an answer")
+    assert prompts.prompt("b", 99) == tokenizer.encode("<|user|>b")
 
 
 def test_the_command_answers_lines_until_the_input_ends(

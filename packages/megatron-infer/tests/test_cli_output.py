@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import tqdm
-from megatron_infer import InferError
+from megatron_infer import Completion, InferError, SamplingParams
 from megatron_infer._version import __version__
 from megatron_infer.cli import main
+from megatron_infer.cli.main import build_parser
+from megatron_infer.cli.options import sampling_params
 from megatron_models import GPT
 from megatron_parallel import Mesh
 
@@ -136,6 +138,54 @@ def test_a_person_is_asked_for_each_line_and_the_end_begins_a_new_line(
     monkeypatch.setattr("sys.stdin", io.StringIO("\n/new\n"))
     assert main(["chat", "--load", run]) == 0
     assert capsys.readouterr().out == ""
+
+
+class Pipe(io.StringIO):
+    """Standard output of which a reader sees what is flushed."""
+
+    seen = ""
+
+    def flush(self) -> None:
+        self.seen = self.getvalue()
+
+
+def test_a_reader_sees_each_piece_of_text_at_once(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*_: Any, on_token: Callable[[int, int], object], **__: Any) -> None:
+        assert pipe.seen == pipe.getvalue()
+        for token, text in zip(b"yes", ("y", "ye", "yes"), strict=True):
+            on_token(0, token)
+            assert pipe.seen.endswith(text)
+
+    def continued(*_: Any, on_text: Callable[[int, str], object], **__: Any) -> list[Completion]:
+        on_text(0, " me")
+        assert pipe.seen == "Call me"
+        on_text(0, " I")
+        assert pipe.seen == "Call me I"
+        return [Completion("Call", " me I", (1, 2), "length")]
+
+    pipe = Pipe()
+    monkeypatch.setattr("sys.stdout", pipe)
+    monkeypatch.setattr("sys.stdin", io.StringIO("One\nTwo\n"))
+    monkeypatch.setattr("megatron_infer.engine.tokens.generate_tokens", answer)
+    assert main(["chat", "--load", run]) == 0
+    assert pipe.seen == "yes\nyes\n"
+    pipe.truncate(0), pipe.seek(0)
+    monkeypatch.setattr("megatron_infer.engine.generate.generate", continued)
+    assert main(["generate", "--load", run, "--prompt", "Call"]) == 0
+    assert pipe.seen == "Call me I\n"
+
+
+def test_options_of_sampling_are_numbers_of_their_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "generate --load x --temperature 0.5 --top-p 0.25 --top-k 3 --seed 5".split()
+    given = build_parser().parse_args([*words, "--tokens-to-generate", "7"])
+    assert sampling_params(given) == SamplingParams(7, 0.5, 3, 0.25, 5)
+    none = sampling_params(build_parser().parse_args(["generate", "--load", "x"]))
+    assert none == SamplingParams()
+    for option in ("--top-k", "--seed", "--max-new-tokens"):
+        assert main(["generate", "--load", "x", "--prompt", "y", option, "1.5"]) == 2
+        assert f"{option} needs an integer, got '1.5'" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ def read(**files: Any) -> GenerationDefaults:
 
 def test_a_model_without_settings_has_no_defaults() -> None:
     assert read() == GenerationDefaults()
+    assert not read().adds_special_tokens
     plain = read(config={"hidden_size": 8, "max_length": 20})
     assert plain == GenerationDefaults(adds_special_tokens=True)
 
@@ -91,6 +92,8 @@ def test_what_has_an_effect_elsewhere_is_named() -> None:
         "generation_config.json: not applied: num_beams 4; no_repeat_ngram_size 3; "
         'chat_format "raw" (unknown)',
     )
+    after = read(generation={"top_k": 50, "num_beams": 4})  # the first one has no effect
+    assert after.notes == ("generation_config.json: not applied: num_beams 4",)
     neutral = {"num_beams": 1, "repetition_penalty": 1.0, "use_cache": True, "max_length": 20}
     assert read(generation=neutral).notes == ()
 

@@ -2,8 +2,9 @@ from collections.abc import Callable
 
 import pytest
 import tokenizers
+import torch
 from megatron_data import ByteTokenizer, HuggingFaceTokenizer
-from megatron_infer import InferError, SamplingParams, generate, generate_tokens
+from megatron_infer import InferError, Sampler, SamplingParams, generate, generate_tokens
 from megatron_models import GPT
 
 PROMPTS = ["The whale", "naïve", "日本"]
@@ -79,3 +80,26 @@ def test_any_of_several_tokens_ends_a_text(model: GPT) -> None:
         ended = generate(model, ByteTokenizer(), ["The whale"], greedy, stop=[999, stop])[0]
         assert ended.tokens == free.tokens[: free.tokens.index(stop)]
         assert ended.finish_reason == "stop"
+
+
+def test_the_bytes_of_an_incomplete_character_end_a_text(
+    model: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = iter([[ord("a"), ord("x")], [0xC3, ord("y")]])  # 0xC3 begins a character of two
+    monkeypatch.setattr(Sampler, "__call__", lambda *_: torch.tensor(next(waiting)))
+    pieces: list[tuple[int, str]] = []
+    params = SamplingParams(max_new_tokens=2)
+    one, other = generate(
+        model, ByteTokenizer(), ["1", "2"], params, on_text=lambda *piece: pieces.append(piece)
+    )
+    assert (one.text, other.text) == ("a\ufffd", "xy")
+    assert pieces == [(0, "a"), (1, "x"), (1, "y"), (0, "\ufffd")]
+
+
+def test_a_tokenizer_that_adds_no_tokens_may_be_asked_for_them(model: GPT) -> None:
+    greedy = SamplingParams(max_new_tokens=3, temperature=0.0)
+    plain, asked = (
+        generate(model, ByteTokenizer(), ["ab"], greedy, special_tokens=special)
+        for special in (False, True)
+    )
+    assert plain == asked

@@ -335,13 +335,14 @@ def test_a_given_tokenizer_replaces_the_stored_one(save: Save, tmp_path: Path) -
         load_model(tmp_path / "run", tokenizer=NullTokenizer(1000))
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
 def test_a_model_that_does_not_fit_is_refused_with_its_size(
-    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     model = save()
 
     def full(*arguments: object, **settings: object) -> None:
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(GPT, "to_empty", full)
     monkeypatch.setattr(torch.Tensor, "element_size", lambda tensor: 2**20)  # as if it were large

@@ -81,6 +81,19 @@ def test_a_stop_token_has_no_score(make_model: Callable[..., GPT]) -> None:
     assert len(one.log_probs) == len(PROMPTS[0]) + len(one.tokens) - 1
 
 
+def test_a_stop_token_that_is_chosen_first_leaves_the_scores_of_the_prompt(
+    make_model: Callable[..., GPT],
+) -> None:
+    model = make_model()
+    greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
+    first = generate_tokens(model, PROMPTS[:1], greedy)[0].tokens[0]
+    (one,) = generate_tokens(
+        model, PROMPTS[:1], greedy, stop_tokens=frozenset([first]), log_probs=True
+    )
+    assert (one.tokens, one.finish_reason) == ((), "stop")
+    assert one.log_probs == pytest.approx(expected(model, PROMPTS[0]).tolist(), abs=1e-9)
+
+
 def test_the_token_0_has_its_own_score(
     make_model: Callable[..., GPT], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,42 @@ def test_new_tokens_attend_to_all_tokens_of_their_slots(slots: list[int]) -> Non
             torch.testing.assert_close(found[:, [row]], alone, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("length", "blocks"), [(16, 1), (17, 2), (32, 2), (33, 3)])
+def test_a_slot_has_the_blocks_of_its_tokens(length: int, blocks: int) -> None:
+    assert BLOCK_SIZE == 16
+    cache = SlotCache(3, length, device=CPU)
+    cache.begin_pass([0, 2], [0, length - 1])
+    new = torch.ones(1, 2, 2, 8)
+    handle = cache.update(0, new, new)
+    assert isinstance(handle, PagedKV)
+    assert handle.k.shape == handle.v.shape == (3 * blocks, 16, 2, 8)
+    # Slots are the blocks from 0, from `blocks` and from `2 * blocks` on.
+    assert handle.pages.tables.tolist() == [[*range(blocks)], [*range(2 * blocks, 3 * blocks)]]
+    assert handle.pages.lengths.tolist() == [1, length]
+    assert handle.pages.runs == ((0, 1), (2 * blocks, length))
+
+
+def test_tables_end_with_the_longest_sequence_of_a_pass() -> None:
+    cache = SlotCache(2, 64, device=CPU)
+    new = torch.ones(2, 2, 2, 8)
+    for starts, columns in (([1, 14], 1), ([15, 1], 2), ([30, 1], 2), ([31, 30], 3)):
+        cache.begin_pass([0, 1], starts)
+        handle = cache.update(0, new, new)
+        assert isinstance(handle, PagedKV)
+        assert handle.pages.tables.tolist() == [[*range(columns)], [*range(4, 4 + columns)]]
+
+
+def test_queries_without_an_offset_begin_a_sequence() -> None:
+    pools = [torch.randn(2, BLOCK_SIZE, 2, 8, dtype=torch.float64) for _ in range(2)]
+    table = torch.ones(1, 1, dtype=torch.int32)
+    handle = PagedKV(*pools, Pages(table, torch.tensor([5], dtype=torch.int32)))
+    q = torch.randn(5, 1, 4, 8, dtype=torch.float64)
+    keys, values = (pool[1, :5, None] for pool in pools)
+    for mask in (Mask(), Mask(causal=False)):
+        found = handle.attend(q, mask)
+        torch.testing.assert_close(found, attention(q, keys, values, mask), rtol=1e-12, atol=1e-12)
+
+
 def test_masks_and_scores_of_other_kinds_equal_attention_over_a_copy() -> None:
     cache, k, v = filled()
     cache.begin_pass([1], [28])

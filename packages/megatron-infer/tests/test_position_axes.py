@@ -114,3 +114,12 @@ def test_a_scored_prompt_may_have_the_last_position_and_a_continued_one_the_one_
         score_tokens(model, [[5, 8]], positions=[last[0] + 1])
     (one,) = generate_tokens(model, [[5, 8]], GREEDY, positions=[last[0].clamp(max=46)])
     assert (len(one.tokens), one.finish_reason) == (1, "positions")
+
+
+def test_padding_after_the_last_position_has_no_effect(make_model: Make) -> None:
+    model = make_model("axes", positions=16)
+    prompts, positions = PROMPTS[:2], [torch.tensor([0, 14]).expand(3, -1), POSITIONS[1]]
+    together = generate_tokens(model, prompts, GREEDY, positions=positions)
+    for prompt, own, expected in zip(prompts, positions, together, strict=True):
+        assert generate_tokens(model, [prompt], GREEDY, positions=[own]) == [expected]
+    assert [len(one.tokens) for one in together] == [1, 7]

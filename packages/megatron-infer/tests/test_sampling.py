@@ -1,4 +1,5 @@
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -248,3 +249,33 @@ def test_a_greedy_row_beside_a_drawn_one_has_all_mass_on_its_likeliest_token(
     assert weights[0].tolist() == [float(token == likeliest) for token in range(VOCABULARY)]
     alone = sampling_probabilities(rows[1:], params[1:])
     assert weights[1].tolist() == pytest.approx(alone[0].tolist(), rel=1e-12)
+
+
+def test_equally_likely_tokens_share_the_numbers_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.tensor([0.0, 0.49, 0.5, 0.99], dtype=torch.float64)
+    waiting = iter(numbers.split(1))
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: next(waiting))
+    tokens = Sampler([SamplingParams()] * 4)(torch.zeros(4, 2))
+    assert tokens.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_limit_of_few_tokens_keeps_as_many(logits: torch.Tensor, top_k: int) -> None:
+    weights = sampling_probabilities(logits[None], [SamplingParams(top_k=top_k)])[0]
+    assert set(weights.nonzero().flatten().tolist()) == set(logits.topk(top_k).indices.tolist())
+
+
+def test_requests_of_temperature_zero_draw_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", mock.Mock(side_effect=AssertionError("drawn")))
+    tokens = Sampler([SamplingParams(temperature=0.0)] * 2)(torch.eye(3)[1:])
+    assert tokens.tolist() == [1, 2]
+
+
+def test_the_vocabulary_is_sorted_only_for_limits(
+    logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "sort", mock.Mock(side_effect=AssertionError("sorted")))
+    sampling_probabilities(logits.expand(2, -1), [SamplingParams(), SamplingParams(temperature=2.0)])
+    for limit in ({"top_k": 3}, {"top_p": 0.5}):
+        with pytest.raises(AssertionError, match="sorted"):
+            sampling_probabilities(logits[None], [SamplingParams(**limit)])

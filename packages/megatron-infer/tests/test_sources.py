@@ -184,6 +184,16 @@ def test_impossible_sources_are_named(sources: Sequence[Sequence[int]] | None, n
         generate_tokens(model, STARTS, GREEDY, sources=sources)
 
 
+def test_a_source_may_have_all_positions_of_the_model() -> None:
+    (model,) = make(Mesh.single())
+    one = SamplingParams(max_new_tokens=1, temperature=0.0)
+    source = [index % 7 for index in range(24)]
+    (found,) = generate_tokens(model, [[1]], one, sources=[source])
+    with torch.no_grad():
+        logits = model(source=torch.tensor([source]), target=torch.tensor([[1]]))
+    assert found.tokens == (int(logits[-1, 0, :61].argmax()),)
+
+
 # -- from a checkpoint ------------------------------------------------------------------------
 
 

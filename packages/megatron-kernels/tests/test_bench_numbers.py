@@ -103,7 +103,8 @@ def test_a_call_has_what_its_title_says(workload: Workload) -> None:
         dropped = (found["site"].least + 2**31) / 2**32  # the share of hashes below the least
         assert dropped == 1 / 8 and found["site"].scale == 1 / (1 - dropped)
     if "own scale" in workload.label or "given scale" in workload.label:
-        assert (found["scale"] is None) == ("own" in workload.label)
+        assert (found["scale"] is None) == found["measures"] == ("own" in workload.label)
+        assert found["rows"] is found["columns"] is True  # cast for both products
 
 
 @op(Backend("plain", lambda x: 2 * x, accept_all, ""))

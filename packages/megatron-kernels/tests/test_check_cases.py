@@ -160,12 +160,17 @@ def test_calls_of_low_precision() -> None:
         assert (given["scale"] is not None) == (label == "given scale")
         assert given["x"].dim() == (3 if label == "e5m2" else 2)
         assert given["rows"] and given["columns"] and given["measures"]
+        if given["scale"] is not None:  # the numbers of E4M3 are used
+            assert 448 / 2 < float(given["x"].abs().max() / given["scale"]) < 448 * 2
     for label, given in calls("quantized_matmul").items():
         assert (given["a"].shape[1] % 16 == 0) == ("multiples of 16" in label)
     for name in ("quantized_grouped_matmul", "quantized_grouped_gradient"):
         for given in calls(name).values():
             rows = len(given["x"])
             assert 0 < int(given["counts"].sum()) < rows and 0 in given["counts"]
+        for size in ("empty", "one"):
+            for given in calls(name, size=size).values():
+                assert given["counts"].sum() <= len(given["x"])
 
 
 def test_masks_of_calls_are_rules_that_kernels_know() -> None:

@@ -135,7 +135,7 @@ def test_rows_at_aligned_distances_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "runs"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
+    ("capability", "runs"), [((8, 0), False), ((8, 8), False), ((8, 9), True), ((9, 0), True)]
 )
 def test_products_in_fp8_need_compute_capability_8_9(
     capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from megatron_kernels import (
     quantized_matmul,
     tensor_scale,
 )
-from megatron_kernels.ops.low_precision.elements import DTYPES
+from megatron_kernels.ops.low_precision.elements import DTYPES, from_elements, to_elements
 from megatron_kernels.ops.low_precision.matmul import scaled
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -43,6 +43,8 @@ FLOOR = QuantFormat("e4m3", 1, 32, "e8m0_floor")
         (FLOOR, 134, 126),
         (FLOOR, 135, 127),
         (FLOOR, 200, 127),
+        (QuantFormat("e5m2", 1, 32, "e8m0_floor"), 20, 20 - 15),  # the largest power is 2^15
+        (QuantFormat("e2m1", 1, 32, "e8m0_floor"), 3, 3 - 2),
         (MXFP8, 200, 127),
         # Scales that are divided by are normal numbers of float32.
         (MXFP8, -200, -126),
@@ -70,6 +72,35 @@ def test_a_block_whose_scale_is_rounded_to_zero_has_zeros() -> None:
     assert dequantize(found).tolist() == [[2688, *[0] * 31]]
     tiny = quantize(torch.full((1, 16), 2.0**-160, dtype=F64), NVFP4)
     assert tiny.tensor_scale == 2.0**-126 and not dequantize(tiny).any()
+
+
+def test_blocks_of_two_rows_and_columns_have_their_own_scales() -> None:
+    x = torch.tensor([[1.0, 7.0, 3.0], [0.5, 2.0, 3.5], [10.0, -14.0, 448.0]])
+    found = quantize(x, QuantFormat("e4m3", 2, 2))
+    assert found.scales.tolist() == [[7 / 448, 3.5 / 448], [14 / 448, 1]]
+    assert found.elements.float().tolist() == [[64, 448, 384], [32, 128, 448], [320, -448, 448]]
+    assert torch.equal(dequantize(found), x)
+
+
+def test_zeros_have_signs_and_elements_without_a_nan_have_0_for_it() -> None:
+    x = torch.tensor([[-0.0, -0.1, 0.0, 0.1]])
+    found = from_elements(to_elements(x, "e2m1"), "e2m1", 4, torch.float32)
+    assert not found.any() and found.signbit().tolist() == [[True, True, False, False]]
+    nan = torch.tensor([[torch.nan, 1.0]])
+    for elements in ("e2m1", "int8"):
+        again = from_elements(to_elements(nan, elements), elements, 2, torch.float32)
+        assert again.tolist() == [[0, 1]]
+
+
+def test_integer_products_in_float64_are_exact() -> None:
+    generator = torch.Generator().manual_seed(6)
+    a, b, bias = (
+        torch.randn(*shape, generator=generator, dtype=F64) for shape in ((5, 9), (4, 9), (4,))
+    )
+    left, right = quantize(a, INT8_ROW), quantize(b, INT8_ROW)
+    found = quantized_matmul(left, right, bias, F64, backend="int_mm")
+    exact = (dequantize(left, F64)[:, None] * dequantize(right, F64)).sum(-1) + bias
+    torch.testing.assert_close(found, exact, rtol=1e-13, atol=1e-13)
 
 
 def test_one_scale_may_be_a_power_of_two() -> None:
@@ -106,6 +137,7 @@ def test_integers_are_rounded_to_even_and_clipped_by_a_given_scale() -> None:
     [
         (MXFP8, (1, 33), 8 + Fraction(2 * 8, 33)),
         (MXFP8, (3, 32), 8 + Fraction(8, 32)),
+        (QuantFormat("e5m2", 1, 32, "e8m0_floor"), (3, 32), 8 + Fraction(8, 32)),
         (FP8_BLOCK_2D, (129, 129), 8 + Fraction(4 * 32, 129**2)),
         (FP8_TENSOR, (5, 7), 8 + Fraction(32, 35)),
         (INT8_ROW, (5, 7), 8 + Fraction(32, 7)),

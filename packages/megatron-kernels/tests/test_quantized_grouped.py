@@ -105,6 +105,10 @@ def test_groups_get_room_up_to_a_multiple_of_16_rows() -> None:
     taken = [int(each) for each in source if each < ROWS]
     assert taken == list(range(23))  # the rows of no group are left out
     assert [int((source[:16] < ROWS).sum()), int((source[16:32] < ROWS).sum())] == [5, 0]
+    source, ends = rows_with_room(torch.tensor([16, 15, 32, 17]), 80)
+    assert ends.tolist() == [16, 32, 64, 96]  # groups without room to spare among them
+    assert source[:31].tolist() == [*range(31)] and source[31] == 80
+    assert source[32:81].tolist() == [*range(31, 80)] and (source[81:] == 80).all()
 
 
 def test_a_backend_is_chosen_with_a_reason() -> None:

@@ -94,7 +94,7 @@ def _answer(conversation: "Conversation", line: str) -> None:
     except InferError as error:  # the line is too long or refused; the next one may not be
         print(f"megatron-infer: error: {error}", file=sys.stderr)
         return
-    print(flush=True)
+    print()
 
 
 class Conversation:

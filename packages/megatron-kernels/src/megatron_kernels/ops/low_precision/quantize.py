@@ -192,8 +192,8 @@ def scales_of_blocks(amax: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor 
     else:
         exponents, is_power = _exponents(exact)
         rounded_up = exponents - is_power.to(exponents.dtype)
-        limits = _E8M0_RANGE if format.scale == "e8m0" else _FLOAT32_RANGE
-        scales = _power_of_two(rounded_up, amax, limits)
+        # Normal numbers of float32, all of which E8M0 has.
+        scales = _power_of_two(rounded_up, amax, _FLOAT32_RANGE)
     scales = scales.masked_fill(~amax.isfinite(), torch.nan)
     return (scales.to(torch.float8_e8m0fnu) if "e8m0" in format.scale else scales), None
 
