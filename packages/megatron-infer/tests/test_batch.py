@@ -9,6 +9,7 @@ from megatron_infer.engine.stages import LocalStages
 from megatron_models import GPT, DecodingPass
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_parallel.testing import WorkerPool
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 Make = Callable[..., GPT]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
@@ -358,3 +359,10 @@ def test_weights_with_nan_are_an_error_that_names_the_model(
     params = SamplingParams(max_new_tokens=1, temperature=temperature)
     with pytest.raises(InferError, match="logits of the model contain NaN"):
         generate_tokens(model, [[1], [2, 3]], params, log_probs=log_probs)
+
+
+def test_a_model_without_values_chooses_the_token_0(make_model: Make) -> None:
+    with FakeTensorMode():
+        found = generate_tokens(make_model(), [[1, 2], [3]], GREEDY, log_probs=True)
+    assert [one.tokens for one in found] == [(0,) * 12] * 2
+    assert [one.log_probs for one in found] == [(0.0,) * 13, (0.0,) * 12]

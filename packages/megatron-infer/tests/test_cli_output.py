@@ -178,8 +178,9 @@ def test_a_reader_sees_each_piece_of_text_at_once(
 
 
 def test_options_of_sampling_are_numbers_of_their_kind(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "generate --load x --temperature 0.5 --top-p 0.25 --top-k 3 --seed 5".split()
-    given = build_parser().parse_args([*words, "--tokens-to-generate", "7"])
+    fractions = ["--temperature", "0.5", "--top-p", "0.25"]
+    integers = ["--top-k", "3", "--seed", "5", "--tokens-to-generate", "7"]
+    given = build_parser().parse_args(["generate", "--load", "x", *fractions, *integers])
     assert sampling_params(given) == SamplingParams(7, 0.5, 3, 0.25, 5)
     none = sampling_params(build_parser().parse_args(["generate", "--load", "x"]))
     assert none == SamplingParams()

@@ -92,6 +92,7 @@ def test_queries_without_an_offset_begin_a_sequence() -> None:
     pools = [torch.randn(2, BLOCK_SIZE, 2, 8, dtype=torch.float64) for _ in range(2)]
     table = torch.ones(1, 1, dtype=torch.int32)
     handle = PagedKV(*pools, Pages(table, torch.tensor([5], dtype=torch.int32)))
+    assert handle == handle and handle != replace(handle)  # tensors are not compared
     q = torch.randn(5, 1, 4, 8, dtype=torch.float64)
     keys, values = (pool[1, :5, None] for pool in pools)
     for mask in (Mask(), Mask(causal=False)):

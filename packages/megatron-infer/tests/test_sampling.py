@@ -275,7 +275,9 @@ def test_the_vocabulary_is_sorted_only_for_limits(
     logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "sort", mock.Mock(side_effect=AssertionError("sorted")))
-    sampling_probabilities(logits.expand(2, -1), [SamplingParams(), SamplingParams(temperature=2.0)])
+    sampling_probabilities(
+        logits.expand(2, -1), [SamplingParams(), SamplingParams(temperature=2.0)]
+    )
     for limit in ({"top_k": 3}, {"top_p": 0.5}):
         with pytest.raises(AssertionError, match="sorted"):
             sampling_probabilities(logits[None], [SamplingParams(**limit)])

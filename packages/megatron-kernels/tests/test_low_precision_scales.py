@@ -1,5 +1,6 @@
 """Scales at the ends of their range, bits of formats, and calls of torch's scaled product."""
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 from unittest.mock import patch
@@ -80,6 +81,13 @@ def test_blocks_of_two_rows_and_columns_have_their_own_scales() -> None:
     assert found.scales.tolist() == [[7 / 448, 3.5 / 448], [14 / 448, 1]]
     assert found.elements.float().tolist() == [[64, 448, 384], [32, 128, 448], [320, -448, 448]]
     assert torch.equal(dequantize(found), x)
+    assert quantize(x[:1, :2], found.format).scales.tolist() == [[7 / 448]]  # half of a block
+
+
+def test_a_quantized_matrix_equals_itself_alone() -> None:
+    found = quantize(torch.ones(2, 2), FP8_TENSOR)
+    assert found == found and found != replace(found)  # elements are not compared
+    assert len({found, replace(found)}) == 2
 
 
 def test_zeros_have_signs_and_elements_without_a_nan_have_0_for_it() -> None:

@@ -122,3 +122,24 @@ def test_elements_of_both_orders_are_quantized_matrices(form: QuantFormat) -> No
         assert found.shape == expected.shape == tuple(matrix.shape) and found.format == form
         assert torch.equal(found.scales, expected.scales)
         assert torch.equal(dequantize(found), dequantize(expected))
+
+
+def test_magnitudes_are_read_in_the_order_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, absolute, read = torch.linalg.vector_norm, torch.Tensor.abs, []
+
+    def noted(x: torch.Tensor, order: float) -> torch.Tensor:
+        read.append(x.is_contiguous())
+        return norm(x, order)
+
+    def magnitudes(x: torch.Tensor) -> torch.Tensor:
+        read.append(x.is_contiguous())
+        return absolute(x)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", noted)
+    monkeypatch.setattr(torch.Tensor, "abs", magnitudes)
+    x = draw(5, 7)
+    for matrix in (x, x.t()):
+        quantize_tensor(matrix, backend="torch")
+        quantize(matrix, FP8_TENSOR)
+    quantize_tensor(draw(2, 5, 7), backend="torch")
+    assert read == [True] * 5
