@@ -202,7 +202,7 @@ class Batch:
         # One message and one wait for tokens and scores: float64 has all tokens exactly.
         results = torch.cat((chosen.double().unsqueeze(-1), scores), -1)
         self._stages.broadcast_from_last(results, purpose="the chosen tokens")
-        values, size = read_numbers(results, lambda: [0] * results.numel()), results.shape[1]
+        values, size = read_numbers(results, lambda: [0.0] * results.numel()), results.shape[1]
         check_tokens(int(token) for token in values[::size])
         for index, (row, tokens) in enumerate(zip(rows, new, strict=True)):
             token, *log_probs = values[index * size : (index + 1) * size]
