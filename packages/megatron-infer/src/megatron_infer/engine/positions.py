@@ -66,11 +66,11 @@ class AxisPositions:
 
         Positions after the end of a row are those of padding, and have no meaning.
         """
-        device = self._whole.device
+        device, last = self._whole.device, self._whole.shape[2] - 1
         first = to_device(torch.tensor(starts), device)[:, None]
         index = first + torch.arange(width, device=device)
         own = self._whole[:, to_device(torch.tensor(rows), device)]
-        return own.gather(2, index.expand(3, -1, -1))
+        return own.gather(2, index.clamp(max=last).expand(3, -1, -1))
 
 
 def _following(model: LocalStages, index: int, length: int, positions: Tensor, bound: int) -> int:
