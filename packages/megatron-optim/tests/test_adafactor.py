@@ -21,10 +21,10 @@ def start(dtype: torch.dtype = torch.float64) -> dict[str, Parameter]:
     }
 
 
-def optimizer_of(parameters: dict[str, Parameter], **settings: Any) -> Optimizer:
+def optimizer_of(parameters: dict[str, Parameter], clip: float = 0.0, **own: Any) -> Optimizer:
     table = {name: Sharding(shape, weight_decay=True) for name, shape in SHAPES.items()}
-    own, clip = AdafactorSettings(**settings), 0.0
-    config = OptimizerConfig("adafactor", weight_decay=DECAY, clip_grad=clip, settings=own)
+    settings = AdafactorSettings(**own)
+    config = OptimizerConfig("adafactor", weight_decay=DECAY, clip_grad=clip, settings=settings)
     return Optimizer(TrainableParameters(parameters, table, Mesh.single()), config)
 
 
@@ -102,9 +102,10 @@ def test_state_that_is_loaded_continues_the_run() -> None:
         assert torch.equal(resumed[name], parameter), name
 
 
-def test_the_device_skips_and_clips_like_the_host() -> None:
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_the_device_skips_and_clips_like_the_host(clip: float) -> None:
     weights = [start(torch.float32), start(torch.float32)]
-    read, unread = (optimizer_of(each) for each in weights)
+    read, unread = (optimizer_of(each, clip) for each in weights)
     unread._host_decides = False
     for step, factor in enumerate((1.0, torch.nan, 2.0)):
         for each, optimizer in zip(weights, (read, unread), strict=True):

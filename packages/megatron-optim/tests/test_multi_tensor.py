@@ -177,6 +177,12 @@ def test_groups_without_elements_launch_nothing(library: tuple[str, Library]) ->
     assert fake.calls == []
 
 
+def test_kernels_of_libraries_leave_the_rounding_to_the_optimizer(
+    library: tuple[str, Library],
+) -> None:
+    assert not MultiTensorAdam.load(library[0]).rounds
+
+
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_library_that_is_missing_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in LIBRARIES[name]:

@@ -22,6 +22,7 @@ from megatron_parallel import (
 )
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.flop_counter import FlopCounterMode
 
 LR, DECAY = 0.1, 0.2
 
@@ -63,6 +64,15 @@ def test_singular_values_from_a_hundredth_on_become_1(kind: str, steps: int, err
     for a, b, c in MuonSettings(coefficient_type=kind, num_ns_steps=steps).coefficients():
         values = a * values + b * values**3 + c * values**5
     assert (values - 1).abs().max() < error
+
+
+def test_iterations_multiply_a_matrix_with_its_transpose_on_the_shorter_side() -> None:
+    """Products of 3 x 7 by 7 x 3, of 3 x 3 by 3 x 3 and of 3 x 3 by 3 x 7 in each iteration."""
+    coefficients = MuonSettings(coefficient_type="simple", num_ns_steps=2).coefficients()
+    for shape in ((4, 3, 7), (4, 7, 3)):
+        with FlopCounterMode(display=False) as counter:
+            orthogonalized(torch.ones(shape), coefficients)
+        assert counter.get_total_flops() == 2 * 4 * 2 * (3 * 7 * 3 + 3 * 3 * 3 + 3 * 3 * 7)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

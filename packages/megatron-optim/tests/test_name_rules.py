@@ -127,3 +127,19 @@ def test_a_pattern_with_braces_is_shown_as_it_was_given() -> None:
         config.check_names(["weight"])
     with pytest.raises(OptimError, match=r"give patterns of global names, or leave it out$"):
         config.check_names([])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight_decay_mult": ("nothing=1",)}, "weight_decay_mult: .* 'nothing'; give patterns"),
+        ({"embedding_weight_decay": False}, r"embedding_weight_decay: .* '\*embedding\*'; give"),
+    ],
+)
+def test_options_of_the_weight_decay_must_match_a_parameter(
+    settings: dict[str, object], message: str
+) -> None:
+    config = OptimizerConfig(**settings)  # type: ignore[arg-type]
+    config.check_names([*TABLE, "nothing"])
+    with pytest.raises(OptimError, match=f"^{message}"):
+        config.check_names(["output.weight"])

@@ -250,6 +250,18 @@ def test_a_rule_of_another_distribution_updates_and_saves_its_state(
 
 
 @pytest.mark.usefixtures("installed")
+def test_a_rule_that_divides_nothing_gets_clipped_gradients(mesh: Mesh) -> None:
+    """Only rules that say so get a divisor, and on a CPU no other needs `update_unread`."""
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    trainable = TrainableParameters({"a": parameter}, {"a": Sharding((2, 2))}, mesh)
+    optimizer = Optimizer(trainable, OptimizerConfig(optimizer="signed", clip_grad=1.0))
+    optimizer.step(0.5)
+    slow = optimizer.views()["a.slow"][0].tensor.float()
+    torch.testing.assert_close(slow, torch.tensor([[0.3, 0.0], [0.0, 0.4]]), rtol=0.01, atol=0)
+
+
+@pytest.mark.usefixtures("installed")
 def test_matrices_use_their_rule_and_other_parameters_the_fallback(mesh: Mesh) -> None:
     table = {
         "embedding": Sharding((9, 4), vocabulary=True),

@@ -1,5 +1,6 @@
 """Settings of update rules: defaults, limits, and what the settings of Muon compute."""
 
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
@@ -13,11 +14,17 @@ from megatron_optim import (
     Optimizer,
     OptimizerConfig,
     StateFormatConfig,
+    StateTensor,
+    UnreadStep,
     WidthRatio,
     build_rules,
     check_state_formats,
+    needs_matrices,
+    update_rules,
 )
 from megatron_optim.muon import orthogonalized
+from megatron_optim.name_rules import NameRules
+from megatron_optim.rule_registry import UpdateRuleKind
 from megatron_parallel import Mesh, Sharding, TrainableParameters
 from torch.nn import Parameter
 
@@ -187,6 +194,30 @@ def test_devices_without_fused_kernels_compute_the_same(
 
 
 @pytest.mark.parametrize(
+    ("name", "dtype", "passes"),
+    [
+        ("adam", torch.float32, 0),
+        ("sgd", torch.float32, 0),
+        ("lion", torch.float32, 1),
+        ("adam", torch.float64, 1),  # divisors are float32
+    ],
+)
+def test_kernels_that_divide_gradients_need_no_pass_to_clip_them(
+    name: str, dtype: torch.dtype, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors: list[float] = []
+    monkeypatch.setattr(
+        "megatron_optim.updates.scale_gradients", lambda _, factor: factors.append(factor)
+    )
+    parameter = Parameter(torch.ones(2, 2, dtype=dtype))
+    trainable = TrainableParameters({"a": parameter}, {"a": Sharding((2, 2))}, Mesh.single())
+    optimizer = Optimizer(trainable, OptimizerConfig(name, clip_grad=1.0))
+    parameter.grad = torch.full((2, 2), 5.0, dtype=dtype)  # of the norm 10
+    optimizer.step(0.1)
+    assert factors == pytest.approx([0.1] * passes, rel=1e-3)
+
+
+@pytest.mark.parametrize(
     ("decay", "dtype", "use"),
     [
         (1 - 2**-4, "fp8", "fp32 or bf16 or fp16, or a decay rate below 0.9375"),
@@ -205,3 +236,31 @@ def test_a_change_of_half_a_unit_in_the_last_place_is_too_small(
     lion = LionSettings(beta2=decay)
     with pytest.raises(OptimError, match="cannot hold a running mean"):
         check_state_formats(OptimizerConfig("lion", settings=lion), formats)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(kind() for kind in DEFAULTS),
+        UpdateRuleKind("a", "for this test", "a:B"),
+        StateTensor("mean"),
+        UnreadStep(torch.ones(()), torch.zeros(()), None),
+        NameRules((), (), ()),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_descriptions_of_rules_cannot_be_changed(part: Any) -> None:
+    for entry in fields(part):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, entry.name, None)
+
+
+def test_only_the_mean_of_squares_is_divided_by() -> None:
+    for name, positive in (("adam", ["exp_avg_sq"]), ("lion", []), ("muon", []), ("sgd", [])):
+        state = build_rules(OptimizerConfig(name))[0].state
+        assert state and [each.name for each in state if each.positive] == positive
+
+
+def test_muon_alone_needs_whole_matrices() -> None:
+    needs = {name for name in update_rules() if needs_matrices(OptimizerConfig(name))}
+    assert needs == {"muon"}

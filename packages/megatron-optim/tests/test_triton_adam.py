@@ -8,7 +8,7 @@ import pytest
 import torch
 from interpreted import needs_triton, run_interpreted, run_script
 from megatron_optim import AdamSettings, OptimError, Optimizer, OptimizerConfig, UnreadStep
-from megatron_optim.address_tables import ALIGNED, ALIGNMENT, CHUNK, AddressTables
+from megatron_optim.address_tables import ALIGNED, ALIGNMENT, CHUNK, AddressTables, Tables
 from megatron_optim.multi_tensor import load_kernel
 from megatron_optim.triton_adam import TritonAdam
 from megatron_parallel import Mesh, Sharding, TrainableParameters
@@ -108,6 +108,22 @@ def test_tables_list_tensors_and_chunks() -> None:
     assert len(made._tensors) == 32
 
 
+def test_tensors_are_aligned_if_all_their_addresses_are_multiples_of_16_bytes() -> None:
+    """The kernel loads and stores as many bytes at once, in each of the chunks."""
+    whole, half = torch.zeros(32), torch.zeros(32, dtype=torch.bfloat16)
+    assert whole.data_ptr() % 64 == half.data_ptr() % 64 == 0
+    assert CHUNK * half.itemsize % 16 == 0
+
+    def form(first: int, first_rounded: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        lists = [[whole[:8]], [whole[first : first + 8]], [whole[:8]], [whole[:8]]]
+        into = half.view(dtype)[first_rounded : first_rounded + 8]
+        return int(AddressTables().of(lists, [into]).tensors[0, 6])
+
+    assert [form(first, 0) for first in range(9)] == [5, 1, 1, 1, 5, 1, 1, 1, 5]
+    assert [form(0, first) for first in range(9)] == [5, *[1] * 7, 5]
+    assert (form(0, 0, torch.float16), form(1, 0, torch.float16)) == (6, 2)
+
+
 def test_an_imagined_device_counts_one_kernel_and_its_bytes() -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("tensors without values have no addresses")
@@ -172,6 +188,18 @@ def test_the_kernel_gets_the_numbers_of_the_step(decoupled: bool, decay: float) 
     assert (float(number), float(skip), divisor) == (3.0, 0.0, None)
     assert given["lr"] == 0.5 and given["decay"] == decay and given["decoupled"] == decoupled
     assert given["logarithms"] == [-math.inf, math.log(0.75)]
+
+
+def test_gradients_that_are_not_contiguous_are_copied() -> None:
+    addresses = []
+
+    def launch(tables: Tables, *_: object, **__: object) -> None:
+        addresses.append(int(tables.tensors[0, 0]))
+
+    plain, turned = torch.ones(2, 3), torch.ones(3, 2).T
+    for gradient in (plain, turned):
+        adam(TritonAdam(launch), [[gradient], *([torch.ones(2, 3)] for _ in range(3))])
+    assert addresses[0] == plain.data_ptr() and addresses[1] != turned.data_ptr()
 
 
 def test_autograd_notices_that_the_kernel_writes() -> None:

@@ -11,7 +11,12 @@ import megatron_parallel.extensions as extensions
 import pytest
 import torch
 from megatron_optim import OptimError, Optimizer, OptimizerConfig, StateTensor, UpdateRule
-from megatron_optim.matrices import matrix_cost
+from megatron_optim.matrices import (
+    Matrices,
+    TensorParallelMode,
+    map_matrices,
+    matrix_cost,
+)
 from megatron_optim.rule_registry import RULES, UpdateRuleKind
 from megatron_parallel import (
     DataParallelConfig,
@@ -158,3 +163,80 @@ def test_sharded_matrices_are_refused(worker_pool: WorkerPool) -> None:
 def test_the_work_of_a_matrix_is_that_of_a_product_with_its_transpose() -> None:
     for shape, work in (((7, 5), 7 * 5 * 5), ((5, 7), 7 * 5 * 5), ((1, 9), 9), ((6,), 1)):
         assert matrix_cost(Sharding(shape)) == work
+
+
+def test_two_weights_of_one_dim_are_separate_matrices_unless_they_are_not_split() -> None:
+    cut = Sharding((2, 5, 3), fused_sizes=(2, 3))
+    whole = torch.arange(30, dtype=torch.float64).view(cut.shape)
+    shapes = []
+
+    def times(matrices: Tensor) -> Tensor:
+        shapes.append(tuple(matrices.shape))
+        return matrices * len(shapes)
+
+    expected = torch.cat([whole[:, :2], 2 * whole[:, 2:]], 1)
+    assert torch.equal(map_matrices(cut, whole, times), expected)
+    assert shapes == [(1, 4, 3), (1, 6, 3)]  # the rows of two groups
+    shapes.clear()
+    dtype = {"dtype": torch.float64, "model_dtype": torch.float64}
+    matrices = Matrices(["a"], {"a": cut}, Mesh.single(), {}, **dtype)
+    assert torch.equal(matrices.map_local([whole], times)[0], expected)
+    shapes.clear()
+    assert torch.equal(matrices.map_local([whole], times, split_fused_sizes=False)[0], whole)
+    assert shapes == [(1, 10, 3)]
+
+
+@pytest.mark.parametrize(
+    ("tp", "cut", "shared"),
+    [
+        (4, Sharding((2, 14, 12), "tp", 0, spill_dim=1, fused_sizes=(6, 4, 4)), "a"),
+        (2, Sharding((2, 14, 12), "tp", 0, spill_dim=1, fused_sizes=(6, 4, 4)), None),
+        (4, Sharding((2, 8, 12), "tp", 0, spill_dim=1), None),
+        (4, Sharding((4, 14, 12), "tp", 0, fused_sizes=(6, 4, 4)), None),
+    ],
+)
+def test_ranks_share_an_entry_if_they_cut_fused_weights_of_one_group_of_heads(
+    tp: int, cut: Sharding, shared: str | None
+) -> None:
+    mesh, dtype = Mesh(ParallelLayout(tp=tp, dp=1), 0), torch.float32
+    matrices = Matrices(["a"], {"a": cut}, mesh, {}, dtype=dtype, model_dtype=dtype)
+    assert matrices.shared_entry() == shared
+
+
+def computed(mesh: Mesh, mode: TensorParallelMode) -> list[tuple[int, ...]]:
+    """Returns the shapes of the matrices that this rank computes, of two that ranks share."""
+    cut, shapes = Sharding((4, 6), "tp", 0), []
+
+    def same(matrices: Tensor) -> Tensor:
+        shapes.extend(tuple(matrix.shape) for matrix in matrices)
+        return matrices
+
+    dtype = {"dtype": torch.float32, "model_dtype": torch.float32}
+    matrices = Matrices("ab", dict.fromkeys("ab", cut), mesh, {}, **dtype)
+    shards = [torch.ones(cut.local_shape(mesh)) for _ in "ab"]
+    found = matrices.map_local(shards, same, tensor_parallel=mode)
+    assert all(torch.equal(one, other) for one, other in zip(found, shards, strict=True))
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("mode", "shapes"),
+    [("distributed", [(4, 6)]), ("duplicated", [(4, 6)] * 2), ("blockwise", [(2, 6)] * 2)],
+)
+def test_ranks_divide_the_matrices_or_compute_all_of_them(
+    worker_pool: WorkerPool, mode: TensorParallelMode, shapes: list[tuple[int, ...]]
+) -> None:
+    assert worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), computed, mode) == [shapes] * 2
+
+
+def test_a_rule_that_gathers_matrices_refuses_flat_shards_of_them() -> None:
+    """It gathers boxes of fully sharded parameters, but not ranges of elements."""
+    mesh, cut = Mesh.single(), {"late": TABLE["late"]}
+    weights = {"late": Parameter(drawn("late", 0))}
+    buffers = GradientBuffers(
+        weights, cut, mesh, DataParallelConfig(use_distributed_optimizer=True)
+    )
+    shards = [ParameterBuffers([], buffers, cut)]
+    given = {"gradients": buffers.gradients, "shards": shards}
+    with pytest.raises(OptimError, match="needs whole matrices, but this rank updates a shard"):
+        Optimizer(TrainableParameters(weights, cut, mesh, **given), OptimizerConfig("muon"))
