@@ -50,6 +50,12 @@ def test_one_rank_saves_the_rows_that_its_experts_compute(small, changes, rows):
     assert found[""] == CHOICES * 8 + min(rows, CHOICES) * WIDTH + bounded
 
 
+@pytest.mark.parametrize("changes", [{}, HALF, PADDED, ROOM])
+def test_one_rank_sends_nothing_with_any_dispatcher(small, changes):
+    alone = saved(small, changes, ep=1, expert_tp=1, dispatcher="alltoall")
+    assert alone == saved(small, changes, ep=1, expert_tp=1, dispatcher="allgather")
+
+
 @pytest.mark.parametrize(
     ("dispatcher", "changes", "rows", "tail"),
     [

@@ -7,7 +7,7 @@ from megatron_models import GPT, ConfigError, Dropout, Placement, RouterReplay, 
 from megatron_models.components.moe.router import Router
 from megatron_models.components.moe.selection import sinkhorn
 from megatron_models.components.moe.spec import MoESpec
-from megatron_parallel import DropoutKey, Mesh, RecomputeConfig
+from megatron_parallel import DropoutKey, Mesh, ParallelLayout, RecomputeConfig
 
 EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
 SIGMOID = {"moe_router_score_function": "sigmoid"}
@@ -17,9 +17,10 @@ SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
 GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 
 
-def router(small, **changes):
+def router(small, mesh=None, **changes):
     config = small(**{**EXPERTS, **changes})
-    found = Router(config.component(MoESpec), 3, Placement(Mesh.single(), dtype=torch.float64))
+    placement = Placement(mesh or Mesh.single(), dtype=torch.float64)
+    found = Router(config.component(MoESpec), 3, placement)
     with torch.no_grad():
         found.weight.normal_(generator=torch.Generator().manual_seed(1))
     return found
@@ -69,6 +70,35 @@ def test_forced_balance_is_even(small):
     assert found.experts.flatten().bincount(minlength=8).tolist() == [5] * 8
 
 
+def test_forced_balance_continues_on_the_next_rank(small):
+    """The 3 tokens of a second rank follow 3 tokens with 2 experts each."""
+    mesh = Mesh(ParallelLayout(tp=2, dp=1), 1)
+    found = router(small, mesh, moe_router_force_load_balancing=True)(drawn(3, 24), None)
+    assert found.experts.tolist() == [[6, 7], [0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(("layout", "share"), [({}, 2), ({"tp": 2}, 3), ({"tp": 2, "cp": 2}, 5)])
+def test_experts_select_among_the_tokens_of_all_ranks_of_a_sequence(small, layout, share):
+    """Of 5, 10 and 20 tokens, an expert of 8 selects 2 / 8, rounded up."""
+    mesh = Mesh(ParallelLayout(**layout, dp=1), 0)
+    assert router(small, mesh, **CHOICE).largest_share(5) == share
+
+
+@pytest.mark.parametrize("changes", [{}, {**SIGMOID, "moe_router_topk": 3}, CHOICE])
+def test_weights_of_compiled_code_are_those_of_a_gather(small, monkeypatch, changes):
+    one, x = router(small, **changes), drawn(6, 24)
+    plain = one(x, None)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(one(x, None).weights, plain.weights)
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.25])
+def test_a_factor_scales_the_weights(small, factor):
+    x = drawn(6, 24)
+    plain, scaled = router(small), router(small, moe_router_topk_scaling_factor=factor)
+    assert torch.equal(scaled(x, None).weights, factor * plain(x, None).weights)
+
+
 def test_sinkhorn_balances_in_training_only(small):
     one = router(small, **SINKHORN, **PRE)
     x = drawn(64, 24) + 0.3 * one.weight[0].detach()  # most tokens prefer expert 0
@@ -80,6 +110,23 @@ def test_sinkhorn_of_padding_alone_is_zero():
     padding = torch.zeros(4, dtype=torch.bool)
     axis = Mesh.single().axis("dp")
     assert sinkhorn(drawn(4, 3), padding, axis).tolist() == [[0.0] * 3] * 4
+
+
+def test_sinkhorn_ends_once_the_factors_of_experts_stay(monkeypatch):
+    """Equal logits are even after one round, for which ranks sum the load of experts once."""
+    sums = []
+
+    def alone(tensor, axis, *, purpose):
+        sums.append(purpose)
+        return tensor
+
+    monkeypatch.setattr("megatron_models.components.moe.selection.all_reduce", alone)
+    for tokens in (1, 5):
+        sums.clear()
+        logits, routed = torch.zeros(tokens, 4).double(), torch.ones(tokens, dtype=torch.bool)
+        found = sinkhorn(logits, routed, Mesh.single().axis("dp"))
+        torch.testing.assert_close(found, torch.full_like(found, 1 / (4 * tokens)))
+        assert sums == ["routed tokens", "Sinkhorn loads"]
 
 
 def test_sinkhorn_is_even_over_tokens_and_experts():
