@@ -66,6 +66,11 @@ def test_scores_without_a_prediction_or_a_sample():
     assert all(map(math.isnan, scores([0.0] * 2, [0.0] * 2, [0.0] * 2).values()))
 
 
+def test_a_class_that_is_neither_a_label_nor_predicted_has_the_score_0():
+    found = scores(hits=[2.0, 1.0, 0.0], predicted=[2.0, 1.0, 0.0], labels=[2.0, 1.0, 0.0])
+    assert found == {"macro F1": pytest.approx(2 / 3), "MCC": pytest.approx(1.0)}
+
+
 class Stage:
     """Stands for the stage of a model."""
 

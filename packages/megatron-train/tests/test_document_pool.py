@@ -166,6 +166,7 @@ def test_a_pool_reads_only_the_samples_of_its_documents(
 ) -> None:
     """Two samples of one document each: a rank with room for one reads its own."""
     found = on_ranks(2, [1, 1], max_tokens_per_rank=16)
-    for (row,), _ in found:
+    for (row,), reads in found:
+        assert reads == [1]
         assert row.context_split.ranks == 1 and row.samples == 1
         assert row.fields["tokens"].tolist() == [[*range(100, 116)]]

@@ -54,6 +54,15 @@ def test_measures_of_layers_by_hand():
     ]
 
 
+@pytest.mark.parametrize("order", [(1.0, 4.0, 2.0), (4.0, 1.0, 2.0), (2.0, 3.0, 5.0)])
+def test_the_worst_layer_may_be_any_of_them(order):
+    counts = {name: [value] for name, value in zip(("two", "five", "seven"), order, strict=True)}
+    layers = dict(zip(order, (2, 5, 7), strict=True))
+    found = worst_layers(Counting(), counts)
+    assert found["largest load"] == (max(order), layers[max(order)])
+    assert found["least entropy"] == (min(order), layers[min(order)])
+
+
 def test_values_that_are_not_finite_are_never_the_worst():
     counts = {"two": [math.nan], "five": [2.0], "seven": [math.inf]}
     found = worst_layers(Counting(), counts)

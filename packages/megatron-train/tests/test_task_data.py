@@ -52,13 +52,13 @@ def pieces(tmp_path):
     return tmp_path / "vocab.txt"
 
 
-def of_texts(kind, pieces, prefix="p", **data):
+def of_texts(kind, pieces, prefix="p", classes=None, **data):
     """Returns a source of sentences or labelled texts."""
     words = {"tokenizer_type": "BertWordPieceCase", "vocab_file": str(pieces)}
     config = DataConfig(8, data_path=(str(prefix),), sample_order="compat", **words | data)
-    sections = (MaskingSettings(), SpanSettings(), ClassificationSettings(epochs=3))
+    sections = (MaskingSettings(), SpanSettings(), ClassificationSettings(("text",), "label", classes, 3))
     model = SimpleNamespace(embedding=SimpleNamespace(vocab_size=VOCABULARY), bert_binary_head=True)
-    run = SimpleNamespace(task="mine", data=config, model=model)
+    run = SimpleNamespace(task="mine", data=config, model=model, training=TrainingConfig(1))
     run.section = {type(section): section for section in sections}.__getitem__
     extra = config.vocab_extra_ids or 0
     return kind(run, bert_tokenizer(pieces, lower_case=False, extra_ids=extra))
@@ -220,6 +220,18 @@ def test_documents_are_rearranged_on_request(corpus, pieces):
         assert data.identity()["fim"] == (asdict(fim) if given else None)
         seen = {n for i in range(4) for n in data.datasets((4, 0, 0)).train[i]["tokens"].tolist()}
         assert added & seen == (added if given else set())
+
+
+@pytest.mark.parametrize("names", [("good", "bad"), ("bad", "good")])
+def test_labels_have_the_numbers_of_their_class_names(pieces, tmp_path, names):
+    path = tmp_path / "texts.tsv"
+    path.write_text("text\tlabel\na\tgood\nb\tbad\n")
+    data = of_texts(ClassificationData, pieces, path, names, split="1,0,0")
+    train, valid, test = data.datasets((4, 0, 0))
+    assert (valid, test) == (None, None) and len(train) >= 4
+    for number in range(4):
+        label = "good" if WORDS.index("a") in train[number]["tokens"] else "bad"
+        assert names[int(train[number]["classes"])] == label
 
 
 def test_synthetic_samples_count_up_from_a_random_token():

@@ -1,12 +1,14 @@
 """Settings of tasks: their defaults and limits, what follows from them, and what is refused."""
 
 from contextlib import nullcontext
+from dataclasses import FrozenInstanceError, fields
 from types import SimpleNamespace
 
 import pytest
 from megatron_data.datasets import FIMConfig, MaskingConfig
 from megatron_train.config.values import GivenValue, Values
 from megatron_train.errors import TrainError
+from megatron_train.mock_data import MockDataset
 from megatron_train.tasks.classification_settings import (
     ClassificationSettings,
     check_classification,
@@ -17,6 +19,7 @@ from megatron_train.tasks.kinds import TaskKind
 from megatron_train.tasks.masking import MaskingSettings
 from megatron_train.tasks.sentences import check_sentences, with_sentence_defaults
 from megatron_train.tasks.t5_kind import SpanSettings, check_t5
+from megatron_train.tasks.task import MicroBatch
 
 
 def given(**values):
@@ -248,6 +251,30 @@ def test_filling_in_the_middle_needs_its_flag_and_a_tokenizer():
     with pytest.raises(TrainError, match="a model with --task-head has no logits of them"):
         check_logits(run(model_predicts_tokens=False))
     check_logits(run())
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        TaskKind("mine", "for this test", "t:a", "t:b"),
+        MaskingSettings(),
+        SpanSettings(),
+        ClassificationSettings(),
+        MicroBatch({}, 1, 2),
+        MockDataset(1, 2, 3, 4, 0),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_descriptions_of_tasks_and_samples_cannot_be_changed(part):
+    for entry in fields(part):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, entry.name, None)
+
+
+def test_micro_batches_are_equal_only_to_themselves():
+    """Tensors have no single answer to whether they are equal."""
+    one, other = (MicroBatch({}, 1, 2) for _ in range(2))
+    assert one == one != other and len({one, other}) == 2
 
 
 def test_a_task_without_samples_for_a_proof_says_how_to_name_them():

@@ -108,8 +108,8 @@ def with_classification_defaults(values: Values) -> Values:
     given = ClassificationSettings(**values.section(SECTION))
     names = given.class_names
     lengths = {"training.train_iters", "training.train_samples"} & values.given.keys()
-    needs_length = given.epochs is not None and not lengths
-    if names is None or needs_length or "evaluation.eval_iters" not in values.given:
+    epochs = None if lengths else given.epochs
+    if names is None or epochs is not None or "evaluation.eval_iters" not in values.given:
         data = values.section("data")
         paths = [data.get(f"{name}_data_path") for name in ("train", "valid", "test")]
         split = data.get("split", _default_split())
@@ -119,8 +119,8 @@ def with_classification_defaults(values: Values) -> Values:
 
             names = label_names(train)
             values = values.with_derived(f"{SECTION}.class_names", names, "the training texts")
-        if needs_length and train:
-            samples = (given.epochs or 1) * len(train)
+        if epochs is not None and train:
+            samples = epochs * len(train)
             values = values.with_derived("training.train_samples", samples, "--epochs")
         batch = values.get("training.global_batch_size") or values.get("training.micro_batch_size")
         if valid and batch:

@@ -222,10 +222,11 @@ class GPTTask(StagedTask):
 
     def _dropout(self, batch: MicroBatch, iteration: int | None) -> dict[str, Dropout]:
         """Returns the dropout of a step; rows of a pool drop what their samples would drop."""
-        if not self._drops(iteration) or not self._mesh.layout.hybrid_cp:
+        uses_pool = self._mesh.layout.hybrid_cp
+        if iteration is None or not self._drops(iteration) or not uses_pool:
             return super()._dropout(batch, iteration)
         samples, indices = batch.fields["sample_ids"].t(), batch.fields["indices_in_sample"]
-        key = DropoutKey.for_tokens(self._seed, iteration or 0, samples, indices.t())
+        key = DropoutKey.for_tokens(self._seed, iteration, samples, indices.t())
         rates = self._hidden_dropout, self._attention_dropout
         return {"dropout": Dropout(key, *rates, indices, self._sequence_length)}
 
