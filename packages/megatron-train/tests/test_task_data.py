@@ -56,7 +56,11 @@ def of_texts(kind, pieces, prefix="p", classes=None, **data):
     """Returns a source of sentences or labelled texts."""
     words = {"tokenizer_type": "BertWordPieceCase", "vocab_file": str(pieces)}
     config = DataConfig(8, data_path=(str(prefix),), sample_order="compat", **words | data)
-    sections = (MaskingSettings(), SpanSettings(), ClassificationSettings(("text",), "label", classes, 3))
+    sections = (
+        MaskingSettings(),
+        SpanSettings(),
+        ClassificationSettings(("text",), "label", classes, 3),
+    )
     model = SimpleNamespace(embedding=SimpleNamespace(vocab_size=VOCABULARY), bert_binary_head=True)
     run = SimpleNamespace(task="mine", data=config, model=model, training=TrainingConfig(1))
     run.section = {type(section): section for section in sections}.__getitem__

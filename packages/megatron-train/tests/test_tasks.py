@@ -64,6 +64,8 @@ def test_the_default_task_of_gpt_is_installed():
         f"{gpt.__name__}:{gpt.gpt_task.__name__}",
         f"{gpt_data.__name__}:{gpt_data.GPTData.__name__}",
     )
+    assert "data.reset_attention_mask" in task.supported_settings
+    assert "data.seq_length" not in task.supported_settings  # every task reads it
 
 
 def test_a_task_of_another_distribution_uses_its_functions(monkeypatch):
