@@ -62,7 +62,9 @@ def of_texts(kind, pieces, prefix="p", classes=None, **data):
         ClassificationSettings(("text",), "label", classes, 3),
     )
     model = SimpleNamespace(embedding=SimpleNamespace(vocab_size=VOCABULARY), bert_binary_head=True)
-    run = SimpleNamespace(task="mine", data=config, model=model, training=TrainingConfig(1))
+    run = SimpleNamespace(
+        task="mine", data=config, model=model, training=TrainingConfig(1, train_iters=1)
+    )
     run.section = {type(section): section for section in sections}.__getitem__
     extra = config.vocab_extra_ids or 0
     return kind(run, bert_tokenizer(pieces, lower_case=False, extra_ids=extra))
