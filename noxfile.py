@@ -66,11 +66,11 @@ PAIRS = (
 """Checks with two processes."""
 LAST = ("build",)
 """It recreates dist/, and no session may install from there meanwhile."""
-FULL = (*ALONE, "simulated", "device", "families", "functional")
+FULL_ALONE = (*ALONE, "simulated", "device", "families", "functional")
 """Checks of `full` with a single process."""
 FULL_LAST = (*LAST, "oldest", "newest")
-PARTS = ((*PAIRS[:-1], *ALONE), (PAIRS[-1], *FULL[len(ALONE) :]), FULL_LAST)
-"""Thirds of `full`, for several machines or for one at several times."""
+PARTS = ((*PAIRS[:-1], *ALONE), PAIRS[-1:], FULL_ALONE[len(ALONE) :], FULL_LAST)
+"""Parts of `full`, for several machines or for one at several times."""
 
 
 def build_wheels(session: nox.Session) -> None:
@@ -95,14 +95,13 @@ def tests(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """Runs `tests` with all tests of which it runs a sample; `-- --resume` continues such a run.
 
-    `-- --part 1`, `2` and `3` run a third each. `mutation`, a random draw that takes hours, is no
-    part of it.
+    `-- --part 1` to `4` run a part each. `mutation`, a random draw that takes hours, is none.
     """
     try:
         wanted, posargs = take_part(session.posargs, PARTS)
     except ValueError as error:
         session.error(str(error))
-    lanes = {"pairs": PAIRS, "alone": FULL, "last": FULL_LAST}
+    lanes = {"pairs": PAIRS, "alone": FULL_ALONE, "last": FULL_LAST}
     chosen = {lane: [one for one in every if one in wanted] for lane, every in lanes.items()}
     run_lanes(session, ["--slow", *posargs], **chosen)
 
@@ -246,10 +245,10 @@ def functional(session: nox.Session) -> None:
 def mutation(session: nox.Session) -> None:
     """Plants small defects and runs the tests that reach each; 92 % have to be caught.
 
-    `-- --seed N` chooses other defects; `-- --write docs/planted-defects.md` writes the tables into
-    the documentation.
+    `-- --seed N M` chooses other defects, one draw for each seed; `-- --write
+    docs/planted-defects.md` writes the tables into the documentation.
     """
-    install(session, *EDITABLE, *STRANGER, "cosmic-ray", "coverage")
+    install(session, *EDITABLE, *STRANGER, "cosmic-ray")
     try:
         install(session, "transformers", "accelerate", "datasets")
         session.install("-q", *CONSTRAINTS, "--no-deps", "megatron-core")
@@ -319,8 +318,8 @@ def typecheck(session: nox.Session) -> None:
 def boundaries(session: nox.Session) -> None:
     """Checks imports between packages (import-linter, deptry), and that the checks can fail."""
     slow = split_slow(session)
-    # The tests of tooling/mutation need cosmic-ray and coverage.
-    install(session, *EDITABLE, "import-linter", "deptry", "cosmic-ray", "coverage", "pytest-xdist")
+    # The tests of tooling/mutation need cosmic-ray.
+    install(session, *EDITABLE, "import-linter", "deptry", "cosmic-ray", "pytest-xdist")
     session.run("lint-imports")
     sources = [f"packages/{name}/src" for name in PACKAGES]
     session.run("python", "tooling/check_cycles.py", *sources)

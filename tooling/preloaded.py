@@ -316,7 +316,6 @@ def prepare(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(request["env"])
-    name_measurement()
     os.chdir(request["cwd"])
     open_streams()
     subprocess.Popen = ForkedHere  # type: ignore[misc]
@@ -326,14 +325,6 @@ def prepare(
     if request.get("before"):
         pkgutil.resolve_name(request["before"])()
     return program
-
-
-def name_measurement() -> None:
-    """Under coverage, attributes what this process runs to the test function that started it."""
-    coverage, test = sys.modules.get("coverage"), os.environ.get("PYTEST_CURRENT_TEST")
-    measured = None if coverage is None else coverage.Coverage.current()
-    if measured is not None and test is not None:
-        measured.switch_context(test.partition("[")[0].partition(" (")[0])
 
 
 def lay_descriptors(streams: Sequence[int], kept: Sequence[int]) -> None:

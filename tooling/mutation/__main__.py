@@ -4,6 +4,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,23 +12,25 @@ from layouts.output import publish
 
 from mutation import table, targets
 from mutation.outcomes import Outcomes, checked, run_first_trials, run_trials
-from mutation.plan import plan
+from mutation.plan import Planted, plan
 from mutation.reach import Reach
 from mutation.scratch import Scratch
-from mutation.trial import Limit
+from mutation.trial import Limit, Outcome
 from mutation.warm import Workers
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".nox" / "mutation"
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 WANTED = 92.0  # percent
-OTHERS = " by others"  # suffix of outcomes with the other test files of a package
+OTHERS = " of others"  # suffix of outcomes with the other test files of a package
 
 
 def main() -> int:
-    """Runs everything; returns 0 if enough defects are caught."""
+    """Runs everything; returns 0 if enough defects of every seed are caught."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=1, help="seed of the choice of defects (1)")
+    parser.add_argument(
+        "--seed", type=int, nargs="+", default=[1], help="seeds of the choice of defects (1)"
+    )
     parser.add_argument("--each", type=int, default=4, help="defects per area (4)")
     parser.add_argument("--area", action="append", help="this area alone; may be repeated")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once (2)")
@@ -47,54 +50,69 @@ def main() -> int:
         copies = [whole.again(folder / str(place)) for place in range(arguments.jobs)]
         sources = targets.sources(whole.folder)
         areas = {name: sources[name] for name in arguments.area or sources}
-        chosen, left_out, possible = plan(whole.folder, areas, arguments.each, arguments.seed)
-        say(f"seed {arguments.seed}")
+        plans = {seed: plan(whole.folder, areas, arguments.each, seed) for seed in arguments.seed}
+        drawn = [
+            one for chosen, _, _ in plans.values() for found in chosen.values() for one in found
+        ]
+        every = list({one.defect.rank: one for one in drawn}.values())
+        own, others = {}, {}
+        for area, names in areas.items():
+            own.update(dict.fromkeys(names, targets.test_files(whole.folder, area)))
+            others.update(dict.fromkeys(names, targets.other_test_files(whole.folder, area)))
         workers = Workers(copies, slack=min(arguments.stretch, 5.0))
         stack.callback(workers.close)
-        reach = Reach(
-            whole.folder,
-            [name for names in sources.values() for name in names],
-            FOLDER / "reach.json",
-        )
         limit = Limit(arguments.limit, arguments.stretch)
-        kept = Outcomes(FOLDER / "outcomes.json", resume=arguments.resume)
-        tests = {
-            area: (
-                targets.test_files(whole.folder, area),
-                targets.other_test_files(whole.folder, area),
-            )
-            for area in chosen
+        outcomes = try_all(every, own, others, whole, workers, limit, resume=arguments.resume)
+    why, texts, failed = table.reasons(SURVIVORS), [], []
+    for seed, (chosen, left_out, possible) in plans.items():
+        rows = {
+            area: [(one, outcomes[one.defect.rank]) for one in found]
+            for area, found in chosen.items()
         }
-        files = {
-            one: [*own, *others] for area, (own, others) in tests.items() for one in areas[area]
-        }
-        every = [one for found in chosen.values() for one in found]
-        outcomes = run_first_trials(files, every, whole.folder, workers, limit, kept, say)
-        for area, found in chosen.items():
-            own, others = tests[area]
-            for suffix, names in (("", own), (OTHERS, others)):
-                missed = [one for one in found if one.defect.rank not in outcomes]
-                if suffix:
-                    missed = [one for one in found if not outcomes[one.defect.rank].seen]
-                if not missed:
-                    continue
-                say(f"{area}: {len(missed)} defects, {len(names)} test files")
-                reach.measure(names, workers, say)
-                more = run_trials(missed, names, reach, workers, limit, kept, say, suffix)
-                outcomes |= {
-                    rank: one for rank, one in more.items() if one.seen or rank not in outcomes
-                }
-        outcomes = checked(outcomes, workers, say)
-    rows = {
-        area: [(one, outcomes[one.defect.rank]) for one in found] for area, found in chosen.items()
-    }
-    why = table.reasons(SURVIVORS)
-    text = f"Seed {arguments.seed}: " + table.tables(rows, why, left_out, possible)
-    text += f"\nMeasured in {(time.monotonic() - started) / 60:.0f} minutes.\n"
-    reached = table.percent([row for found in rows.values() for row in found])
-    failed = [] if reached >= WANTED else [f"{reached:.1f} % are caught; {WANTED} % are wanted"]
-    failed += [f"{name} does not pass without a defect" for name in reach.failing()]
-    return publish("mutation", text, failed, arguments.write)
+        texts.append(f"Seed {seed}: " + table.tables(rows, why, left_out, possible))
+        reached = table.percent([row for found in rows.values() for row in found])
+        if reached < WANTED:
+            failed.append(f"seed {seed}: {reached:.1f} % are caught; {WANTED} % are wanted")
+    texts.append(f"Measured in {(time.monotonic() - started) / 60:.0f} minutes.\n")
+    return publish("mutation", "\n".join(texts), failed, arguments.write)
+
+
+def try_all(
+    every: Sequence[Planted],
+    own: Mapping[str, Sequence[str]],
+    others: Mapping[str, Sequence[str]],
+    whole: Scratch,
+    workers: Workers,
+    limit: Limit,
+    *,
+    resume: bool,
+) -> dict[str, Outcome]:
+    """Returns the outcomes of all defects by rank.
+
+    Args:
+        every: The defects.
+        own: Test files of the area, by source file.
+        others: The other test files of the package, by source file.
+        whole: A copy of the repository without defects.
+        workers: Where the tests run.
+        limit: Budget of one defect.
+        resume: Whether to use what an interrupted run has stored.
+    """
+    named = {source: [*own[source], *others[source]] for source in own}
+    kept = Outcomes(FOLDER / "outcomes.json", resume=resume)
+    say(f"{len(every)} defects: tests that name the file")
+    outcomes = run_first_trials(named, every, whole.folder, workers, limit, kept, say)
+    missed = [one for one in every if one.defect.rank not in outcomes]
+    tests = dict.fromkeys(name for one in missed for name in named[one.defect.source])
+    say(f"{len(missed)} defects left: which of {len(tests)} test files reach them")
+    reach = Reach(whole.folder, FOLDER / "reach.json", resume=resume)
+    reach.measure(missed, tests, workers, say)
+    for suffix, files in (("", own), (OTHERS, others)):
+        say(f"{len(missed)} defects left: tests{suffix or ' of the area'} that reach them")
+        found = run_trials(files, missed, reach, workers, limit, kept, say, suffix)
+        outcomes |= {rank: one for rank, one in found.items() if one.seen or rank not in outcomes}
+        missed = [one for one in missed if not outcomes[one.defect.rank].seen]
+    return checked(outcomes, workers, say)
 
 
 def say(text: str) -> None:

@@ -1,5 +1,6 @@
-"""Runs pytest in a copy: worker pools start from a warm server, and their ranks are measured."""
+"""Runs pytest in a copy; worker pools start from a warm server."""
 
+import contextlib
 import json
 import os
 import resource
@@ -8,79 +9,73 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from preloaded import LENGTH, exactly
 
-if TYPE_CHECKING:
-    from coverage import Coverage
+from mutation.probes import HITS, TEST
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 SERVERS = 2  # fork servers of pools that are kept ready
 
 
 def main(order: dict[str, Any]) -> None:
-    """Runs pytest with a limit of CPU time for every process, under coverage if requested."""
+    """Runs pytest with a limit of CPU time for every process, with probes if requested."""
     resource.setrlimit(resource.RLIMIT_CPU, (order["limit"], order["limit"] + 5))
-    measured = None
-    if order["coverage"]:
-        from coverage import Coverage
-
-        measured = Coverage(config_file=order["coverage"])
-        measured.start()
     servers = [ReadyServer() for _ in range(SERVERS)]
+    plugins: list[object] = [Pools(servers, order["slack"])]
+    hits, tests = order["hits"], Tests()
+    if hits:
+        os.environ[HITS] = hits
+        plugins.append(tests)
     try:
-        plugins: list[object] = [Pools(servers, order["slack"], measured is not None)]
-        if measured is not None:
-            plugins.append(tests := Tests(measured))
         status = pytest.main(order["pytest"], plugins=plugins)
     finally:
         for server in servers:
             server.end_if_unused()
-        if measured is not None:
-            measured.stop()
-            measured.save()
-            Path(order["coverage"]).with_name("seconds.json").write_text(json.dumps(tests.seconds))
+        if hits:
+            (Path(hits) / "seconds.json").write_text(json.dumps(tests.seconds))
     sys.exit(int(status))
 
 
 class Tests:
-    """A pytest plugin that records which test function runs which code, and its CPU time."""
+    """A pytest plugin that names the running test function for probes, and records CPU times."""
 
-    def __init__(self, measured: "Coverage") -> None:
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._measured = measured
-        self._name = ""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Function) -> Generator[None, object, object]:
         """Names the function, without parameters, while it and its fixtures run."""
-        name = self._name = item.nodeid.partition("[")[0]
-        self._measured.switch_context(name)
-        self._measured.config.context = name  # the static context of programs that it starts
-        os.environ["COVERAGE_PROCESS_CONFIG"] = self._measured.config.serialize()
+        name = os.environ[TEST] = item.nodeid.partition("[")[0]
         before = sum(os.times()[:4])
         try:
             return (yield)
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + sum(os.times()[:4]) - before
-            self._measured.switch_context("")
+            os.environ.pop(TEST, None)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
         self, fixturedef: "pytest.FixtureDef[object]"
     ) -> Generator[None, object, object]:
         """Attributes a fixture of several tests to none of them, rather than to the first."""
-        if fixturedef.scope == "function":
+        with contextlib.nullcontext() if fixturedef.scope == "function" else unnamed():
             return (yield)
-        self._measured.switch_context("")
-        try:
-            return (yield)
-        finally:
-            self._measured.switch_context(self._name)
+
+
+@contextlib.contextmanager
+def unnamed() -> Iterator[None]:
+    """Leaves out the name of the running test within the context."""
+    name = os.environ.pop(TEST, None)
+    try:
+        yield
+    finally:
+        if name is not None:
+            os.environ[TEST] = name
 
 
 class ReadyServer:
@@ -160,18 +155,14 @@ def become_server(message: bytes, descriptor: int) -> None:
 
 
 class Pools:
-    """A pytest plugin that gives pools a waiting server and lets their workers exit by themselves.
+    """A pytest plugin that gives pools a waiting server, for ranks without the name of a test.
 
     It multiplies their time-outs by a factor, for busy machines.
-
-    A pool normally kills its workers, which leaves coverage no time to save its data. Under
-    coverage this plugin closes their connections, which makes them exit, and waits for them first.
     """
 
-    def __init__(self, servers: Sequence[ReadyServer], slack: float, measured: bool) -> None:
+    def __init__(self, servers: Sequence[ReadyServer], slack: float) -> None:
         self._servers = list(servers)
         self._slack = slack
-        self._measured = measured
 
     def pytest_configure(self) -> None:
         """Changes the pools of this process if the copy has their package."""
@@ -180,8 +171,7 @@ class Pools:
 
         from megatron_parallel.testing import pool
 
-        start, dismiss = pool._start_server, pool.WorkerPool._end_workers
-        make = pool.WorkerPool.__init__
+        start, make = pool._start_server, pool.WorkerPool.__init__
 
         def take(
             theirs: socket.socket,
@@ -190,10 +180,12 @@ class Pools:
             typecheck: Sequence[str],
             device_guard: bool,
         ) -> Any:
-            if device_guard or not self._servers:  # a waiting server has imported torch
-                return start(theirs, directory, preload, typecheck, device_guard)
+            with unnamed():
+                if device_guard or not self._servers:  # a waiting server has imported torch
+                    return start(theirs, directory, preload, typecheck, device_guard)
+                environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
             server = self._servers.pop()
-            environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **dict.fromkeys(THREADS, "1")}
+            environment.update(dict.fromkeys(THREADS, "1"))
             settings = [str(directory), list(preload), list(typecheck), sys.path, environment]
             with theirs:
                 server.become(theirs, json.dumps(settings).encode())
@@ -204,16 +196,5 @@ class Pools:
             owner.timeout *= self._slack
             owner._collective_timeout *= self._slack
 
-        def gently(owner: Any, ranks: int) -> None:
-            crew = owner._worker_sets.get(ranks, [])
-            for worker in crew:
-                worker.connection.close()
-            for worker in crew:
-                if worker.pid and owner._server.poll() is None:
-                    owner._status(worker)  # waits up to 5 s; sets pid to 0 if it has ended
-            dismiss(owner, ranks)
-
         pool._start_server = take
         pool.WorkerPool.__init__ = patient  # type: ignore[method-assign]
-        if self._measured:
-            pool.WorkerPool._end_workers = gently  # type: ignore[method-assign]

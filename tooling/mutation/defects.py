@@ -1,10 +1,10 @@
 """The defects that cosmic-ray can plant in a source file, without those that change nothing."""
 
-import ast
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import parso
@@ -95,6 +95,7 @@ class Defect:
     rank: str
 
 
+@cache
 def defects(source: str, text: str) -> tuple[list[Defect], Counter[str]]:
     """Returns all defects of a source file, and the number left out for each reason."""
     found: list[Defect] = []
@@ -156,19 +157,3 @@ def difference(before: str, after: str) -> tuple[str, str]:
     while old and new and old[-1] == new[-1]:
         del old[-1], new[-1]
     return " ".join(line.strip() for line in old), " ".join(line.strip() for line in new)
-
-
-def statement_lines(text: str, line: int) -> list[int]:
-    """Returns the lines of the innermost statement at a line; of a compound one, the header."""
-    best = (line, line)
-    smallest = None
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or 0):
-            continue
-        size = (node.end_lineno or node.lineno) - node.lineno
-        if smallest is None or size <= smallest:
-            smallest = size
-            body = getattr(node, "body", None)
-            last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
-            best = (node.lineno, max(last, node.lineno))
-    return list(range(best[0], best[1] + 1))

@@ -1,4 +1,4 @@
-"""Test files that name what a source file defines: the first to run, without measuring coverage."""
+"""Test files that name what a source file defines: the first to run."""
 
 import ast
 import re

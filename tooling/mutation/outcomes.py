@@ -11,7 +11,7 @@ from mutation.plan import Planted
 from mutation.reach import Reach, digest_of
 from mutation.scratch import Scratch
 from mutation.targets import EVERYWHERE, integration_files
-from mutation.trial import BROKEN, CAUGHT, SURVIVED, Limit, Outcome, by_folder, chosen_tests, trial
+from mutation.trial import BROKEN, CAUGHT, SHARE, SURVIVED, Limit, Outcome, by_folder, trial
 from mutation.warm import Order, Run, Workers
 
 FIRST = " by name"  # suffix of outcomes with the tests that name a file
@@ -42,8 +42,8 @@ class Outcomes:
 
 
 def run_trials(
-    every: Sequence[Planted],
-    files: Sequence[str],
+    every: Mapping[str, Sequence[str]],
+    planted: Sequence[Planted],
     reach: Reach,
     workers: Workers,
     limit: Limit,
@@ -51,27 +51,28 @@ def run_trials(
     report: Callable[[str], None],
     suffix: str = "",
 ) -> dict[str, Outcome]:
-    """Returns the outcome of every defect by its unique rank, using the given test files.
+    """Returns the outcome of every defect by its rank, with tests that are known to reach it.
 
-    The outcomes are stored under the rank and `suffix`.
+    The outcomes are stored under the rank and `suffix`. The other arguments are those of
+    `run_first_trials`, with `reach` instead of a folder.
     """
-    root = reach.root
     outcomes: dict[str, Outcome] = {}
 
-    def one(planted: Planted, copy: Scratch) -> Generator[Order, Run, None]:
-        original = (copy.folder / planted.defect.source).read_text(encoding="utf-8")
-        tests = chosen_tests(reach, files, planted, original, limit)
+    def one(defect: Planted, copy: Scratch) -> Generator[Order, Run, None]:
+        source, rank = defect.defect.source, defect.defect.rank
+        original = (copy.folder / source).read_text(encoding="utf-8")
+        tests = reach.reaching(every[source], rank, limit.seconds * SHARE)
         used = dict.fromkeys(name.partition("::")[0] for name in tests)
-        digests = [digest_of(root / name)[:8] for name in (planted.defect.source, *used)]
+        digests = [digest_of(reach.root / name)[:8] for name in (source, *used)]
         state = " ".join([*digests, *tests])
-        outcome = kept.get(planted.defect.rank + suffix, state)
+        outcome = kept.get(rank + suffix, state)
         if outcome is None:
-            outcome = yield from trial(copy, planted, original, tests, limit)
-            kept.put(planted.defect.rank + suffix, state, outcome)
-        outcomes[planted.defect.rank] = outcome
-        report(f"{len(outcomes)}/{len(every)} {outcome.result}: {planted.key}\n    {outcome.by}")
+            outcome = yield from trial(copy, defect, original, tests, limit)
+            kept.put(rank + suffix, state, outcome)
+        outcomes[rank] = outcome
+        report(f"{len(outcomes)}/{len(planted)} {outcome.result}: {defect.key}\n    {outcome.by}")
 
-    workers.work(partial(one, planted) for planted in every)
+    workers.work(partial(one, defect) for defect in planted)
     return outcomes
 
 

@@ -1,167 +1,129 @@
-"""Which tests reach which lines: runs every test file once under coverage, with ranks and programs.
+"""Which tests reach which defects: runs every test file once on code with a probe at each defect.
 
-The measurements are stored in a JSON file and repeated for test files that changed or whose source
-files changed.
+Tests with probes take as long as without; under coverage they took twice as long.
 """
 
-import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coverage import CoverageData
-from coverage.exceptions import CoverageException
-
+from mutation.plan import Planted
+from mutation.probes import CODE, module_of, probed
 from mutation.scratch import Scratch
 from mutation.warm import Order, Run, Workers
 
-LIMIT = 900.0  # CPU seconds for one test file under coverage
+LIMIT = 600.0  # CPU seconds for one test file
 PATIENCE = 3600.0  # seconds by the clock
 
 Record = dict[str, Any]
-"""Of one test file: its digest, whether it passed, CPU seconds of all and of each test function;
-of each source file the digest and, by line, the places of the tests that execute it."""
-OUTSIDE = -1
-"""The place of what runs outside test functions: ranks, started programs, imports."""
+"""Of one test file: CPU seconds of all and of each test function, and by rank of a defect the test
+functions that reach it, with "" for what runs outside of them."""
 
 
 class Reach:
-    """Records by test file of the lines of source files that it executes."""
+    """Records by test file of the defects that it reaches.
 
-    def __init__(self, root: Path, sources: Sequence[str], kept: Path) -> None:
+    Args:
+        root: Folder of the repository.
+        kept: Where to store the records during a run.
+        resume: Whether to use stored records of the same code, tests and defects.
+    """
+
+    def __init__(self, root: Path, kept: Path, *, resume: bool) -> None:
         self.root = root
-        self.sources = sources
         self.kept = kept
-        self.records: dict[str, Record] = json.loads(kept.read_text()) if kept.exists() else {}
-        self.measured: set[str] = set()
+        self.records: dict[str, Record] = {}
+        self._stored = json.loads(kept.read_text()) if resume and kept.exists() else {}
 
     def measure(
-        self, tests: Sequence[str], workers: Workers, report: Callable[[str], None]
+        self,
+        planted: Sequence[Planted],
+        tests: Iterable[str],
+        workers: Workers,
+        report: Callable[[str], None],
     ) -> None:
-        """Runs each test file without a current record, one at a time in each copy."""
+        """Runs each test file on copies with a probe at each of the defects.
 
-        def one(name: str, copy: Scratch) -> Generator[Order, Run, None]:
-            record = yield from run_covered(copy, name, self.sources)
-            self.records[name] = record
-            self.kept.parent.mkdir(parents=True, exist_ok=True)
-            self.kept.write_text(json.dumps(self.records))
-            word = "" if record["passed"] else ": did not pass, left out"
-            report(f"{name} {record['seconds']:.0f} s{word}")
-
-        workers.work(partial(one, name) for name in tests if not self.fresh(name))
-        self.measured.update(tests)
-
-    def failing(self) -> list[str]:
-        """Returns the measured test files that did not pass, so that no defect is tried on them."""
-        return sorted(name for name in self.measured if not self.records[name]["passed"])
-
-    def fresh(self, name: str) -> bool:
-        """Returns whether the record of a test file is of the current code and of a run that
-        passed.
+        The longest files come first, so that all processes end together.
         """
-        record = self.records.get(name)
-        return bool(record and record["passed"]) and all(
-            digest == digest_of(self.root / source)
-            for source, digest in [
-                (name, record["digest"]),
-                *((source, found[0]) for source, found in record["sources"].items()),
-            ]
-        )
+        names = sorted(tests, key=lambda name: -(self.root / name).stat().st_size)
+        ranks = [one.defect.rank for one in planted]
+        sources = {one.defect.source for one in planted}
+        files = {name: digest_of(self.root / name) for name in sorted({*names, *sources})}
+        state = hashlib.sha256(json.dumps([ranks, files]).encode()).hexdigest()
+        if self._stored.get("state") == state:
+            self.records = self._stored["records"]
+        with workers.changed(probed_files(self.root, planted)):
+            left = [name for name in names if name not in self.records]
 
-    def reaching(
-        self, names: Sequence[str], source: str, lines: Sequence[int], limit: float
-    ) -> dict[str, float]:
-        """Returns tests of these files that execute one of the lines, for up to `limit` CPU
-        seconds.
+            def one(name: str, copy: Scratch) -> Generator[Order, Run, None]:
+                record = yield from run_probed(copy, name, ranks)
+                self.records[name] = record
+                stored = {"state": state, "records": self.records}
+                self.kept.parent.mkdir(parents=True, exist_ok=True)
+                self.kept.write_text(json.dumps(stored))
+                count = len(self.records)
+                word = f"{record['seconds']:.0f} s, reaches {len(record['reached'])}"
+                report(f"{count}/{len(names)} {name} {word}")
 
-        The most promising tests come first: short ones, and those of files that execute much of the
-        source file (each file that imports a module executes its `def`s). Lines that a file
-        executes outside its test functions (in ranks, started programs or on import) are reached by
-        the whole file, or by its shortest tests if the whole file does not fit.
+            workers.work(partial(one, name) for name in left)
+
+    def reaching(self, names: Sequence[str], rank: str, limit: float) -> dict[str, float]:
+        """Returns tests of these files that reach a defect, for up to `limit` CPU seconds.
+
+        Short ones come first. What a file reaches outside its test functions is reached by the
+        whole file, or by its shortest tests if the whole file does not fit.
         """
-        most = max((len(self.lines(name, source)) for name in names), default=0)
-        files = []
-        for name in names:
-            record, reached = self.records[name], self.lines(name, source)
-            places = {place for line in lines for place in reached.get(str(line), ())}
-            if record["passed"] and places:
-                files.append((record["seconds"] * (most / len(reached)) ** 2, name, places))
+        found = [part for name in names for part in self._parts(name, rank, limit)]
         chosen: dict[str, float] = {}
-        for _, name, places in sorted(files):
-            for seconds, test in self._parts(name, places, limit):
-                if seconds <= limit:
-                    limit -= seconds
-                    chosen[test] = seconds
+        for seconds, test in sorted(found):
+            if seconds > limit:
+                break
+            limit -= seconds
+            chosen[test] = seconds
         return chosen
 
-    def _parts(self, name: str, places: set[int], limit: float) -> list[tuple[float, str]]:
-        """Returns what to run of a test file, with CPU seconds: the whole file or some test
-        functions.
-        """
+    def _parts(self, name: str, rank: str, limit: float) -> list[tuple[float, str]]:
+        """Returns what to run of a test file, with CPU seconds: the file or some functions."""
         record = self.records[name]
-        if OUTSIDE in places and record["seconds"] <= limit:
+        tests: dict[str, float] = record["tests"]
+        reached = record["reached"].get(rank, ())
+        if "" in reached and record["seconds"] <= limit:
             return [(record["seconds"], name)]
-        named = list(enumerate(record["tests"].items()))
-        inside = places - {OUTSIDE}
-        return sorted(
-            (took, test) for place, (test, took) in named if place in inside or not inside
-        )
-
-    def lines(self, name: str, source: str) -> dict[str, list[int]]:
-        """Returns the lines of a source file that a test file executes, with the tests that do."""
-        covered: dict[str, list[int]] = self.records[name]["sources"].get(source, ("", {}))[1]
-        return covered
+        inside = [test for test in tests if test in reached]
+        wanted = inside or (tests if "" in reached else ())
+        return [(tests[test], test) for test in wanted]
 
 
-def run_covered(copy: Scratch, name: str, wanted: Sequence[str]) -> Generator[Order, Run, Record]:
-    """Runs one test file under coverage of the wanted source files."""
-    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        settings = Path(folder) / "coveragerc"
-        included = "\n".join(f"    {copy.folder}/{source}" for source in wanted)
-        settings.write_text(
-            "[run]\npatch = subprocess, fork, _exit\n"
-            f"data_file = {folder}/data\ninclude =\n{included}\n"
-        )
-        run = yield Order([name], LIMIT, PATIENCE, coverage=settings)
-        took = Path(folder) / "seconds.json"
-        tests: dict[str, float] = json.loads(took.read_text()) if took.exists() else {}
-        places = {test: place for place, test in enumerate(tests)}
-        sources = covered_lines(sorted(Path(folder).glob("data*")), copy.folder, places)
-    return {
-        "digest": digest_of(copy.folder / name),
-        "seconds": run.seconds,
-        "passed": run.passed,
-        "tests": tests,
-        "sources": sources,
-        "output": "" if run.passed else run.output[-4000:],
+def probed_files(root: Path, planted: Sequence[Planted]) -> dict[str, str]:
+    """Returns the texts of all files that probes change or need; a probe has its defect's place."""
+    lines: dict[str, dict[int, int]] = {}
+    for number, one in enumerate(planted):
+        lines.setdefault(one.defect.source, {})[number] = one.defect.line
+    files = {module_of(source): CODE for source in lines}
+    return files | {
+        source: probed((root / source).read_text(encoding="utf-8"), found)
+        for source, found in lines.items()
     }
 
 
-def covered_lines(
-    paths: Iterable[Path], root: Path, places: Mapping[str, int]
-) -> dict[str, tuple[str, dict[str, list[int]]]]:
-    """Returns digest and lines of each source file in coverage's data files, as in a `Record`.
-
-    A file of a process that was killed while it saved is left out.
-    """
-    sources: dict[str, tuple[str, dict[str, list[int]]]] = {}
-    for path in paths:
-        data = CoverageData(str(path))
-        with contextlib.suppress(CoverageException):
-            data.read()
-            for measured in data.measured_files():
-                source = Path(measured).relative_to(root).as_posix()
-                _, lines = sources.setdefault(source, (digest_of(root / source), {}))
-                for line, contexts in data.contexts_by_lineno(measured).items():
-                    # Of a started program: its static context, "|", its dynamic one.
-                    names = {one.rpartition("|")[2] or one.rstrip("|") for one in contexts}
-                    found = {places.get(name, OUTSIDE) for name in names}
-                    lines[str(line)] = sorted(found.union(lines.get(str(line), ())))
-    return sources
+def run_probed(copy: Scratch, name: str, ranks: Sequence[str]) -> Generator[Order, Run, Record]:
+    """Runs one test file in a copy with probes; returns its record."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        hits = Path(folder)
+        run = yield Order([name], LIMIT, PATIENCE, hits=hits)
+        took = hits / "seconds.json"
+        tests: dict[str, float] = json.loads(took.read_text()) if took.exists() else {}
+        reached = {
+            rank: sorted(set(path.read_text().splitlines()))
+            for number, rank in enumerate(ranks)
+            if (path := hits / str(number)).exists()
+        }
+    return {"seconds": run.seconds, "tests": tests, "reached": reached}
 
 
 def digest_of(path: Path) -> str:

@@ -46,12 +46,15 @@ class Scratch:
             "PYTHONDONTWRITEBYTECODE": "",  # or every program compiles all that it imports
         }
 
-    def write(self, name: str, text: str) -> None:
-        """Replaces a file and removes its byte code.
+    def write(self, name: str, text: str | None) -> None:
+        """Replaces or (None) removes a file, and removes its byte code.
 
         Python compares byte code with its source by size and whole seconds only.
         """
         path = self.folder / name
-        path.write_text(text, encoding="utf-8")
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(text, encoding="utf-8")
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
             compiled.unlink()

@@ -4,9 +4,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from mutation.defects import statement_lines
 from mutation.plan import Planted
-from mutation.reach import Reach
 from mutation.scratch import Scratch
 from mutation.warm import Order, Run
 
@@ -55,14 +53,6 @@ class Outcome:
     def seen(self) -> bool:
         """Whether the tests caught the defect."""
         return self.result != SURVIVED
-
-
-def chosen_tests(
-    reach: Reach, files: Sequence[str], planted: Planted, original: str, limit: Limit
-) -> dict[str, float]:
-    """Returns tests that reach a defect and together fit into the limit, with CPU seconds."""
-    lines = statement_lines(original, planted.defect.line)
-    return reach.reaching(files, planted.defect.source, lines, limit.seconds * SHARE)
 
 
 def trial(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +26,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) ([\w./-]+\.py(?:::.+?)?)(?: - .*)?$", re
 MODULES = (
     *("pytest", "numpy", "torch", "torch.distributed.tensor", "torch.distributed.pipelining"),
     *("torch.distributed.checkpoint", "torch.distributed.fsdp", "hypothesis", "jaxtyping"),
-    *("beartype", "cloudpickle", "safetensors.torch", "tokenizers", "flask", "coverage"),
+    *("beartype", "cloudpickle", "safetensors.torch", "tokenizers", "flask"),
 )
 """What tests import, but for the packages under test."""
 START = (
@@ -69,14 +69,14 @@ class Order:
         limit: Limit of CPU seconds for each process.
         patience: Limit of wall-clock seconds for all processes together.
         options: More arguments for pytest.
-        coverage: Settings of coverage.py, or None to run without.
+        hits: Where probes note the tests that reach them; None without probes.
     """
 
     tests: Sequence[str]
     limit: float
     patience: float
     options: tuple[str, ...] = ()
-    coverage: Path | None = None
+    hits: Path | None = None
 
 
 Job = Callable[[Scratch], Generator[Order, Run, Any]]
@@ -102,6 +102,24 @@ class Workers:
     def close(self) -> None:
         """Ends the process that forks."""
         self._preloaded.close()
+
+    @contextlib.contextmanager
+    def changed(self, files: Mapping[str, str]) -> Iterator[None]:
+        """Replaces or adds files of every copy within the context, by path."""
+        old = {
+            name: path.read_text(encoding="utf-8") if (path := folder / name).exists() else None
+            for folder in (self._copies[0].folder,)
+            for name in files
+        }
+        for copy in self._copies:
+            for name, text in files.items():
+                copy.write(name, text)
+        try:
+            yield
+        finally:
+            for copy in self._copies:
+                for name, text in old.items():
+                    copy.write(name, text)
 
     def work(self, jobs: Iterable[Job]) -> None:
         """Runs all jobs."""
@@ -143,7 +161,7 @@ class Workers:
         given = {
             "limit": int(order.limit),
             "slack": self._slack,
-            "coverage": str(order.coverage or ""),
+            "hits": str(order.hits or ""),
             "pytest": ["-q", "-m", MARKS, "-p", "no:cacheprovider", "--tb=line"],
         }
         given["pytest"] += [*order.options, *order.tests]

@@ -8,13 +8,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from coverage import CoverageData
 from mutation import table, targets
 from mutation.defects import defects, difference, plant
 from mutation.naming import in_function, naming_tests
 from mutation.outcomes import Outcomes, checked, run_first_trials, run_trials
 from mutation.plan import Planted, plan
-from mutation.reach import OUTSIDE, Reach, covered_lines
+from mutation.probes import probed
+from mutation.reach import Reach
 from mutation.scratch import Scratch
 from mutation.trial import CAUGHT, SURVIVED, TIMED_OUT, Limit, Outcome, trial
 from mutation.warm import Run, Workers
@@ -67,7 +67,7 @@ def test_started_programs_have_the_copy():
 
 
 def test_forked_programs_have_the_copy():
-    server = preloaded.Preloaded(["coverage"])
+    server = preloaded.Preloaded(["json"])
     line = [sys.executable, "-c", "import toy; print(toy.forked(1))"]
     done = server.run(line, capture_output=True)
     server.close()
@@ -136,14 +136,14 @@ def test_what_is_tested_is_caught_and_the_working_tree_is_left_alone(
     before, said = state(), []
     whole = Scratch.of(repository, tmp_path / "whole")
     copies = [whole.again(tmp_path / str(number)) for number in range(2)]
-    workers = Workers(copies, slack=1.0, modules=["pytest", "coverage"])
-    reach = Reach(whole.folder, [SOURCE], tmp_path / "reach.json")
+    workers = Workers(copies, slack=1.0, modules=["pytest"])
+    reach = Reach(whole.folder, tmp_path / "reach.json", resume=False)
     kept = Outcomes(tmp_path / "outcomes.json", resume=False)
+    every = [*planted.values()]
     try:
-        reach.measure([TEST], workers, said.append)
-        assert reach.records[TEST]["passed"], reach.records[TEST]["output"]
-        every = [*planted.values()]
-        found = run_trials(every, [TEST], reach, workers, Limit(6, 60), kept, said.append)
+        reach.measure(every, [TEST], workers, said.append)
+        files = {SOURCE: [TEST]}
+        found = run_trials(files, every, reach, workers, Limit(6, 60), kept, said.append)
         assert checked(found, workers, said.append) == found
     finally:
         workers.close()
@@ -186,7 +186,7 @@ def test_worker_pools_start_from_a_waiting_server(tmp_path: Path) -> None:
     """The child replaces a private function of the pool, whose parameters may change."""
     (tmp_path / "packages/megatron-parallel").mkdir(parents=True)
     (tmp_path / "test_pool.py").write_text(POOL_TEST)
-    order = {"limit": 60, "slack": 2.0, "coverage": "", "pytest": ["-q", "test_pool.py"]}
+    order = {"limit": 60, "slack": 2.0, "hits": "", "pytest": ["-q", "test_pool.py"]}
     code = f"from mutation.child import main; main({order!r})"
     more = {"PYTHONPATH": str(ROOT / "tooling"), "LONG": "x" * 100_000}
     done = subprocess.run(
@@ -197,13 +197,6 @@ def test_worker_pools_start_from_a_waiting_server(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_test_file_that_fails_without_a_defect_is_reported(tmp_path: Path) -> None:
-    reach = Reach(tmp_path, [], tmp_path / "reach.json")
-    reach.records = {"a.py": {"passed": True}, "b.py": {"passed": False}, "c.py": {"passed": False}}
-    reach.measured = {"a.py", "b.py"}
-    assert reach.failing() == ["b.py"]
 
 
 def test_other_test_files_of_a_package_follow_those_of_an_area() -> None:
@@ -341,17 +334,94 @@ def test_reasons_name_survivors_by_what_stands_in_the_code_now() -> None:
         assert " ".join(before.split()) in text, f"{key} is no longer in the code"
 
 
-def test_data_of_a_process_that_was_killed_while_it_saved_are_left_out(tmp_path):
-    (tmp_path / "code.py").write_text("a = 1\nb = 2\n")
-    whole = CoverageData(str(tmp_path / "data.1"))
-    whole.set_context("test_a.py::test_it")
-    whole.add_lines({str(tmp_path / "code.py"): [1]})
-    whole.set_context("")
-    whole.add_lines({str(tmp_path / "code.py"): [1, 2]})
-    whole.write()
-    cut = [b"", b"SQLite format 3\0", (tmp_path / "data.1").read_bytes()[:5000]]
-    for number, content in enumerate(cut):
-        (tmp_path / f"data.2{number}").write_bytes(content)
-    paths = sorted(tmp_path.glob("data*"))
-    found = covered_lines(paths, tmp_path, {"test_a.py::test_it": 0})
-    assert len(paths) == 4 and found["code.py"][1] == {"1": [OUTSIDE, 0], "2": [OUTSIDE]}
+PROBED = '''"""Text."""
+
+from __future__ import annotations
+
+LIMIT = 1
+
+
+class Sum:
+    limit: int = 2
+
+    def add(self, a, b=3):
+        """Adds."""
+        try:
+            if a: return 4
+            elif b:
+                a = (
+                    b + 5
+                )
+            def within():
+                return 6
+        except ValueError:
+            raise KeyError(7)
+        match a:
+            case 8:
+                return 9
+
+
+@triton.jit
+def kernel(x):
+    return x + 10
+'''
+PLACES = {
+    1: (" LIMIT = 1", False),
+    2: (" class Sum:", False),
+    3: (" class Sum:", False),
+    4: (" if a: return 4", True),
+    5: (" a = (", True),
+    6: (" return 6", True),
+    7: (" raise KeyError(7)", True),
+    8: (" match a:", True),
+    9: (" return 9", True),
+    10: (" @triton.jit", False),
+}
+
+
+def test_probes_stand_before_the_statement_and_outside_of_what_is_compiled_from_source() -> None:
+    lines = PROBED.splitlines()
+    places = {n: next(i for i, line in enumerate(lines, 1) if str(n) in line) for n in PLACES}
+    text = probed(PROBED, places)
+    compile(text, "probed", "exec")
+    rows = text.splitlines()
+    assert [row for row in rows if "mutation_probe" not in row] == lines
+    assert "import" in rows[lines.index("LIMIT = 1")]
+    for number, (statement, inside) in PLACES.items():
+        at = next(i for i, row in enumerate(rows) if f"mutation_probe({number}, {inside})" in row)
+        after = next(row for row in rows[at:] if "mutation_probe" not in row)
+        assert after.strip() == statement.strip(), number
+        assert len(after) - len(after.lstrip()) == len(rows[at]) - len(rows[at].lstrip())
+
+
+def test_stored_records_are_of_the_same_code_tests_and_defects(
+    repository: Path, planted: dict[str, Planted], tmp_path: Path
+) -> None:
+    one, two = planted["return count + 1"], planted["return count + 2"]
+    copy, stored = Scratch.of(repository, tmp_path / "copy"), tmp_path / "reach.json"
+    workers = Workers([copy], slack=1.0, modules=["pytest"])
+    try:
+        for defects_of, said_of in (([one], 1), ([one], 0), ([one, two], 1)):
+            said: list[str] = []
+            reach = Reach(copy.folder, stored, resume=True)
+            reach.measure(defects_of, [TEST], workers, said.append)
+            assert len(said) == said_of
+            assert [*reach.records[TEST]["reached"]] == [x.defect.rank for x in defects_of]
+    finally:
+        workers.close()
+    assert not list(copy.folder.rglob("mutation_probe*"))
+
+
+def test_ranks_and_fixtures_of_several_tests_reach_for_the_whole_file(tmp_path: Path) -> None:
+    reach = Reach(tmp_path, tmp_path / "reach.json", resume=False)
+    tests = {"t.py::a": 2.0, "t.py::b": 1.0, "t.py::c": 9.0}
+    for reached, limit, wanted in (
+        (["", "t.py::a"], 20, ["t.py"]),
+        (["", "t.py::a"], 10, ["t.py::a"]),
+        ([""], 10, ["t.py::b", "t.py::a"]),
+        (["t.py::a", "t.py::c"], 20, ["t.py::a", "t.py::c"]),
+        ([], 20, []),
+    ):
+        record = {"seconds": 12.0, "tests": tests, "reached": {"r": reached} if reached else {}}
+        reach.records = {"t.py": record}
+        assert [*reach.reaching(["t.py"], "r", limit)] == wanted

@@ -99,12 +99,13 @@ class FillInTheMiddle:
         found = self._whole_characters(tokens)
         if found is None:
             return tokens
-        first, last, text = found
+        first, last, decoded = found
         no_prefix = self.config.no_prefix
-        if no_prefix is not None and text.startswith(no_prefix):
+        if no_prefix is not None and decoded.startswith(no_prefix):
             return tokens
-        begin, end = sorted(random.randint(0, len(text) + 1, 2).tolist())
-        encoded = self.tokenizer.encode_batch([text[:begin], text[begin:end], text[end:]])
+        begin, end = sorted(random.randint(0, len(decoded) + 1, 2).tolist())
+        parts = [decoded[:begin], decoded[begin:end], decoded[end:]]
+        encoded = self.tokenizer.encode_batch(parts)
         prefix, middle, suffix = (np.array(ids, np.int64) for ids in encoded)
         prefix = np.concatenate([tokens[:first], prefix])
         suffix = np.concatenate([suffix, tokens[last:]])
@@ -118,9 +119,9 @@ class FillInTheMiddle:
         for num_omitted in range(2 * _MOST_BYTES - 1):
             for first in range(max(num_omitted - _MOST_BYTES + 1, 0), min(num_omitted, 3) + 1):
                 last = len(tokens) - (num_omitted - first)
-                text = self.tokenizer.decode(tokens[first:last].tolist())
-                if text and _REPLACEMENT not in text:
-                    return first, last, text
+                decoded = self.tokenizer.decode(tokens[first:last].tolist())
+                if decoded and _REPLACEMENT not in decoded:
+                    return first, last, decoded
         return None
 
     def _token(self, name: str) -> int:

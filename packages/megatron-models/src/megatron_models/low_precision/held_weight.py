@@ -33,7 +33,7 @@ class HeldWeight:
         self._compiles = False
         self._compiled: tuple[object, Conversion] | None = None
         self.tensors: tuple[Tensor | None, ...] = ()
-        self._of: tuple[Tensor, int] | None = None  # the weight and its version
+        self._source: tuple[Tensor, int] | None = None  # the weight and its version
 
     def hold(self, *, compiled: bool = False) -> None:
         """Begins a time in which the weight is constant.
@@ -46,7 +46,7 @@ class HeldWeight:
 
     def release(self) -> None:
         """Ends it, and drops the converted weight."""
-        self.holds, self.tensors, self._of = False, (), None
+        self.holds, self.tensors, self._source = False, (), None
 
     def of(self, weight: Tensor, convert: Conversion) -> tuple[Tensor | None, ...]:
         """Returns the converted weight; nothing if it is not constant now.
@@ -60,13 +60,13 @@ class HeldWeight:
         """
         if not self.holds or torch.compiler.is_compiling():
             return self.tensors
-        known = self._of
+        known = self._source
         if known is None or known[0] is not weight or known[1] != weight._version:
             if self._compiles and weight.device.type in COMPILED_ON:
                 convert = self._compiled_of(convert)
             with torch.no_grad():
                 self.tensors = convert(weight.detach())
-            self._of = weight, weight._version
+            self._source = weight, weight._version
         return self.tensors
 
     def _compiled_of(self, convert: Conversion) -> Conversion:

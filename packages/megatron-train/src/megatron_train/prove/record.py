@@ -148,9 +148,9 @@ def watch_routes(stages: Sequence[Any], mesh: Mesh, sequence_length: int) -> Rou
     if mesh.layout.hybrid_cp:
         return routes
     dp, tp, cp = mesh.axis("dp"), mesh.axis("tp"), mesh.axis("cp")
-    whole = ContextSplit.zigzag(sequence_length, cp.size).indices[cp.index, 0]
+    indices = ContextSplit.zigzag(sequence_length, cp.size).indices[cp.index, 0]
     uneven = sequence_length % tp.size  # tokens are divided, and the last ranks are filled
-    own = whole if uneven else whole.chunk(tp.size)[tp.index]
+    own = indices if uneven else indices.chunk(tp.size)[tp.index]
     starts = [i for i in range(len(own)) if i == 0 or own[i] != own[i - 1] + 1]
 
     def watch(layer: int, router: Router) -> None:
