@@ -18,7 +18,7 @@ from megatron_data.sources.opening import open_sources, reopen
 from megatron_data.sources.parallel_lines import ParallelLines
 from megatron_data.sources.protocol import BrokenChunk, Fault, Item, Span, check_reread
 from megatron_data.sources.remote import RemoteFile, read_blocks, read_if_there
-from megatron_data.sources.storage import relative_path, stat
+from megatron_data.sources.storage import stat
 from megatron_data.sources.streams import Stream, split_suffix
 from megatron_data.sources.text_files import TextFile, TextFiles
 from megatron_data.sources.urls import is_local, without_scheme
@@ -127,6 +127,17 @@ def test_a_line_of_the_largest_size_is_read_and_a_longer_one_is_a_fault(
             assert chunks[0].span[:2] == (0, size if chunk_bytes == 4 else 28 + len(end))
             reason = f"a document of {size} bytes, more than --max-document-bytes 13"
             assert (one.kind, one.reason) == ("long", reason)
+
+
+@pytest.mark.parametrize(("limit", "reads"), [(None, True), (20, True), (14, True), (13, False)])
+def test_the_only_line_of_a_file_may_have_no_end(
+    tmp_path: Path, limit: int | None, reads: bool
+) -> None:
+    path = write(tmp_path / "a.jsonl", LINES[0])
+    (chunk,) = JsonLines(path).chunks(5, limit)
+    (found,) = chunk.items(["text"], limit)
+    assert isinstance(found, Item if reads else Fault) and found.size == 14
+    assert chunk.span == (0, 14, 1, 1)
 
 
 def test_a_chunk_that_ends_early_when_it_is_read_again_is_refused(tmp_path: Path) -> None:
@@ -439,9 +450,3 @@ def test_one_byte_more_than_allowed_is_kept_of_a_line(tmp_path: Path, chunk_byte
     again = ParallelLines(paths).chunk_at(Span(0, 0, 4, 3), 3)
     assert again.data == (b"abcd\nkkkk\nlmn\n", b"\n\n\n")
     assert (again.span, again.stored) == ((0, 0, 4, 3), 0)
-
-
-def test_paths_are_relative_to_their_folder() -> None:
-    for folder in ("memory://a/b", "memory://a/b/"):
-        assert relative_path("memory://a/b/c/d.txt", folder) == "c/d.txt"
-    assert relative_path("/a/b/c.txt", "/a") == "b/c.txt"

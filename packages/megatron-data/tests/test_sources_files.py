@@ -24,6 +24,7 @@ from megatron_data.files import (
     write_then_rename,
 )
 from megatron_data.sources.failures import wrap_file
+from megatron_data.sources.storage import relative_path
 from megatron_data.sources.wrapped_file import WrappedFile
 
 
@@ -131,6 +132,12 @@ def test_paths_of_outputs_and_tokenizers_are_local(tmp_path: Path) -> None:
     for folder in (f"{tmp_path}/", "..", ".", "a/.."):
         with pytest.raises(DataError, match="is a folder; add a name for the files, such as"):
             local_prefix(folder)
+
+
+def test_paths_are_relative_to_their_folder() -> None:
+    for folder in ("memory://a/b", "memory://a/b/"):
+        assert relative_path("memory://a/b/c/d.txt", folder) == "c/d.txt"
+    assert relative_path("/a/b/c.txt", "/a") == "b/c.txt"
 
 
 def test_a_folder_is_checked_before_it_is_made(

@@ -248,7 +248,7 @@ def test_a_file_is_looked_up_again_for_its_version(
     )
     size = stat(f"{remote[1]}.bin").size
     assert not ignored
-    with pytest.raises(MissingError, match="no input file or folder at memory://bucket$"):
+    with pytest.raises(MissingError, match=r"no input file or folder at memory://bucket$"):
         stat("memory://bucket")  # a folder has no size
     assert RemoteFile.open(f"{remote[1]}.bin").size == size
     assert ignored == ["/bucket/d.bin"]
