@@ -7,7 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron_data import BertDatasetConfig, DataError, build_gpt_datasets
+import tokenizers
+from megatron_data import (
+    BertDatasetConfig,
+    DataError,
+    EmptySplitError,
+    HuggingFaceTokenizer,
+    ICTDatasetConfig,
+    IndexedDatasetBuilder,
+    T5DatasetConfig,
+    build_bert_datasets,
+    build_gpt_datasets,
+    build_ict_datasets,
+    build_t5_datasets,
+    train_bpe,
+)
 from megatron_data.datasets import FillInTheMiddle, FIMConfig, LabelledText, WordPieces, split_rows
 from megatron_data.datasets.bert import BertDataset
 from megatron_data.datasets.masking import MaskingConfig, mask_tokens
@@ -54,6 +68,39 @@ def test_hidden_tokens_of_bert_are_masked_drawn_or_kept_as_in_megatron() -> None
         assert sample["tokens"].tolist() == expected + [0] * 8
         assert sample["loss_mask"].sum() == 41
     assert seen == {"masked", "kept", "drawn"}
+
+
+def test_permuted_tokens_are_drawn_after_the_masked_ones() -> None:
+    """In the order of Megatron's `create_masked_lm_predictions`, with spans of one token."""
+    text, config = list(range(20, 60)), MaskingConfig(0.2, max_ngram=1, permutation=True)
+    for seed in range(5):
+        found = mask_tokens(text, 40, np.random.RandomState(seed), config, PIECES, lambda: 2)
+        draws, order = np.random.RandomState(seed), np.arange(40)
+        draws.shuffle(order)
+        masked = order[:8].tolist()
+        draws.random_sample(8)  # the number of tokens in a span
+        draws.shuffle(order)
+        others: list[int] = []
+        for position in order.tolist():
+            if len(others) < 8:
+                draws.random_sample()
+                others += [] if position in masked else [position]
+        sources = np.sort(others)
+        draws.shuffle(sources)
+        expected = [2 if at in masked else token for at, token in enumerate(text)]
+        for position, source in zip(sorted(others), sources.tolist(), strict=True):
+            expected[position] = text[source]
+        assert found.tokens == expected
+        assert found.positions == sorted([*masked, *others])
+
+
+@pytest.mark.parametrize("lacking", ["[CLS]", "[SEP]", "[MASK]"])
+def test_word_pieces_need_each_special_token_of_bert(lacking: str, texts: list[str]) -> None:
+    special = [name for name in ("[CLS]", "[SEP]", "[MASK]") if name != lacking]
+    trained = tokenizers.Tokenizer.from_str(train_bpe(texts[:9], 270).definition.decode())
+    trained.add_special_tokens(special)
+    with pytest.raises(DataError, match=r"the tokenizer lacks \[CLS\], \[SEP\] or \[MASK\]"):
+        WordPieces.from_tokenizer(HuggingFaceTokenizer(trained.to_str(), {"eod": special[0]}))
 
 
 @pytest.mark.parametrize("token", [0, 99, 100, -1])
@@ -118,3 +165,38 @@ def test_megatrons_order_ends_with_the_data_of_a_blend_without_weights(
     data = [write_dataset([[1] * 9] * 20, "a"), write_dataset([[2] * 9] * 20, "b")]
     train = build_gpt_datasets(data, "1,0,0", (size, 0, 0), 4, order="compat").train
     assert train is not None and len(train) == expected  # 44 samples of 179 tokens, twice
+
+
+@pytest.fixture
+def sentences(tmp_path: Path) -> str:
+    """Returns the prefix of 8 documents: of one sentence, of none, and 6 of two sentences."""
+    with IndexedDatasetBuilder(tmp_path / "s", "uint16") as builder:
+        for number, count in enumerate([1, 0, 2, 2, 2, 2, 2, 2]):
+            words = [10 * number + 10, 10 * number + 11, 10 * number + 12]
+            builder.add_document(words * count, [3] * count)
+        builder.finalize()
+    return str(tmp_path / "s")
+
+
+def test_documents_of_one_sentence_are_samples_of_t5_but_not_of_bert(sentences: str) -> None:
+    pieces = WordPieces(np.zeros(100, bool), 0, 1, 2, 3, 4, (5, 6, 7, 8))
+    config = T5DatasetConfig(40, 40, MaskingConfig(max_ngram=1))
+    t5 = build_t5_datasets(sentences, "1,0,0", config=config, word_pieces=pieces).train
+    assert t5 is not None and len(t5) == 7
+    options: dict[str, Any] = {"config": BertDatasetConfig(40), "word_pieces": pieces}
+    bert = build_bert_datasets(sentences, "1,0,0", **options).train
+    assert bert is not None and len(bert) == 6
+    empty = r"valid split of .*s \(1 of 8 documents\): none of 1 documents has at least 2 sentences"
+    with pytest.raises(EmptySplitError, match=empty):
+        build_bert_datasets(sentences, "1,1,6", (0, None, 0), **options)
+
+
+def test_the_query_is_taken_out_of_a_block_of_two_sentences(sentences: str) -> None:
+    config = ICTDatasetConfig(20, query_in_block_probability=0.0)
+    train = build_ict_datasets(sentences, "1,0,0", config=config, word_pieces=PIECES).train
+    assert train is not None and len(train) == 6
+    for sample in (train[number] for number in range(6)):
+        word = 10 * int(sample["block_data"][2]) + 10
+        for side in ("query", "context"):
+            text = sample[f"{side}_tokens"][sample[f"{side}_document_ids"] == 0].tolist()
+            assert text == [0, word, word + 1, word + 2, 1]

@@ -12,7 +12,7 @@ import pytest
 from megatron_data import DataError, IndexedDataset, IndexedDatasetBuilder
 from megatron_data.indexed import dataset_files, reader
 from megatron_data.indexed.format import HEADER, Header
-from megatron_data.indexed.images import count_images, image_format, unpack_image
+from megatron_data.indexed.images import count_images, image_format, text_mask, unpack_image
 from megatron_data.indexed.inspection import (
     document_text,
     draw_histogram,
@@ -236,6 +236,7 @@ def test_sequences_are_text_unless_modes_are_given(tmp_path: Path) -> None:
 def test_statistics_count_token_ids_and_refuse_other_numbers(write_dataset: Write) -> None:
     with IndexedDataset(write_dataset([[3, 1, 3], [], [0, 3, 1]])) as dataset:
         found = summarize(dataset)
+        assert text_mask(dataset, 1, 3).tolist() == [True, True]
         assert document_text(dataset, 2)[0].tolist() == [0, 3, 1]
     assert found.token_counts.tolist() == [1, 2, 0, 3]
     assert found.most_common(2) == [(3, 3), (1, 2)]

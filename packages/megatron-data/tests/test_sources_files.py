@@ -25,6 +25,8 @@ from megatron_data.files import (
 )
 from megatron_data.sources.failures import wrap_file
 from megatron_data.sources.storage import relative_path
+from megatron_data.sources.streams import split_suffix
+from megatron_data.sources.urls import is_local, without_scheme
 from megatron_data.sources.wrapped_file import WrappedFile
 
 
@@ -132,6 +134,20 @@ def test_paths_of_outputs_and_tokenizers_are_local(tmp_path: Path) -> None:
     for folder in (f"{tmp_path}/", "..", ".", "a/.."):
         with pytest.raises(DataError, match="is a folder; add a name for the files, such as"):
             local_prefix(folder)
+
+
+def test_suffixes_of_content_and_compression() -> None:
+    for name, expected in (
+        ("a.txt", (".txt", "")),
+        ("a.b/c.JSONL.GZ", (".jsonl", ".gz")),
+        ("a.zst", ("", ".zst")),
+        ("a", ("", "")),
+        ("a.txt.bz2", (".txt", ".bz2")),
+        ("a.gz.txt", (".txt", "")),
+    ):
+        assert split_suffix(name) == expected
+    assert is_local("a") and is_local("file:///a") and not is_local("s3://a")
+    assert (without_scheme("file:///a"), without_scheme("s3://a")) == ("/a", "s3://a")
 
 
 def test_paths_are_relative_to_their_folder() -> None:

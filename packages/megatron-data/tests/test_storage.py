@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -232,6 +233,8 @@ def test_invalid_urls_and_caches_are_reported(
     with pytest.raises(DataError, match="file cannot be a folder, because"):
         StorageCache(str(tmp_path / "file"))
     usual = StorageCache(str(tmp_path))
+    with pytest.raises(FrozenInstanceError):
+        usual.block_bytes = 0  # type: ignore[misc]
     assert usual.block_bytes == 4 << 20
     assert usual.limit_bytes == usual.index_limit_bytes == 64 << 30
 
@@ -252,6 +255,10 @@ def test_a_file_is_looked_up_again_for_its_version(
         stat("memory://bucket")  # a folder has no size
     assert RemoteFile.open(f"{remote[1]}.bin").size == size
     assert ignored == ["/bucket/d.bin"]
+    found = {"type": "file", "size": None, "mtime": None, "etag": "x"}
+    with monkeypatch.context() as patch:
+        patch.setattr(fsspec.get_filesystem_class("memory"), "info", lambda *_: found)
+        assert stat(f"{remote[1]}.bin") == (0, "x")  # an unknown size is 0
 
 
 def test_least_recently_used_indices_are_removed_and_each_has_a_lock(
