@@ -1,6 +1,7 @@
 """Random draws of samples, and which data, number of samples and order the splits get."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from megatron_data.datasets import FillInTheMiddle, FIMConfig, LabelledText, Wor
 from megatron_data.datasets.bert import BertDataset
 from megatron_data.datasets.masking import MaskingConfig, mask_tokens
 from megatron_data.datasets.sentences import sample_generator
+from megatron_data.datasets.t5 import T5Dataset
 from megatron_data.order.permutation import hash_integers
 
 Write = Callable[..., str]
@@ -154,6 +156,7 @@ def test_splits_of_a_mapping_have_whole_datasets(write_dataset: Write, order: An
     assert train is not None and test is not None and valid is None
     assert {int(train[at]["tokens"][0]) for at in range(8)} == {1, 2}
     assert len(test) == (9 * 20 - 1) // 4 and set(test[7]["tokens"].tolist()) == {3}
+    assert {len(array) for array in test.batch([7]).values()} == {1}  # type: ignore[attr-defined]
     with pytest.raises(DataError, match="--split is required if all splits come from the same"):
         build_gpt_datasets(data["test"], None, (8, 0, 0), 4, order=order)
 
@@ -165,6 +168,16 @@ def test_megatrons_order_ends_with_the_data_of_a_blend_without_weights(
     data = [write_dataset([[1] * 9] * 20, "a"), write_dataset([[2] * 9] * 20, "b")]
     train = build_gpt_datasets(data, "1,0,0", (size, 0, 0), 4, order="compat").train
     assert train is not None and len(train) == expected  # 44 samples of 179 tokens, twice
+
+
+@pytest.mark.parametrize("lacking", ["bos_id", "eos_id", "sentinel_ids"])
+def test_t5_needs_ends_of_sequences_and_sentinels(lacking: str) -> None:
+    pieces = replace(PIECES, bos_id=3, eos_id=4, sentinel_ids=(5, 6))
+    arguments: Any = (None, np.zeros((1, 3)), T5DatasetConfig(9, 9))
+    T5Dataset(*arguments, pieces, 1)
+    without = () if lacking == "sentinel_ids" else None
+    with pytest.raises(DataError, match="T5 samples need sentinels and tokens for the beginning"):
+        T5Dataset(*arguments, replace(pieces, **{lacking: without}), 1)
 
 
 @pytest.fixture

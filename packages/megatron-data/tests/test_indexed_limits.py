@@ -239,6 +239,8 @@ def test_statistics_count_token_ids_and_refuse_other_numbers(write_dataset: Writ
         assert text_mask(dataset, 1, 3).tolist() == [True, True]
         assert document_text(dataset, 2)[0].tolist() == [0, 3, 1]
     assert found.token_counts.tolist() == [1, 2, 0, 3]
+    with IndexedDataset(write_dataset([[]], "none")) as dataset:
+        assert summarize(dataset).token_counts.tolist() == []
     assert found.most_common(2) == [(3, 3), (1, 2)]
     assert found.distinct_tokens == 3
     assert found.document_lengths.tolist() == [3, 0, 3]

@@ -139,6 +139,14 @@ def test_the_only_line_of_a_file_may_have_no_end(
     assert chunk.span == (0, 14, 1, 1)
 
 
+def test_a_long_line_that_ends_in_damage_is_lost(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl.gz", b'{"text": "%s"}' % bytes(range(97, 123)) * 99)
+    os.truncate(path, Path(path).stat().st_size - 9)
+    (chunk,) = JsonLines(path).chunks(10)
+    assert isinstance(chunk, BrokenChunk) and chunk.span == (0, 0, 1, 1)
+    assert (chunk.problem.kind, chunk.problem.size) == ("damaged", None)
+
+
 def test_a_chunk_that_ends_early_when_it_is_read_again_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b"\n".join(LINES))
     source = JsonLines(path)

@@ -98,6 +98,16 @@ def test_a_missing_column_is_named_unless_columns_are_optional(tmp_path: Path) -
     )
     (chunk,) = Parquet(path, ["a", "c"], optional=True).chunks()
     assert [row.values for row in chunk.rows()] == [{"a": "x"}]
+    assert chunk.stored == Path(path).stat().st_size
     (broken,) = Parquet(path, ["c", "d"], optional=True).chunks()
     assert isinstance(broken, BrokenChunk)
     assert broken.problem.reason == "none of the columns 'c', 'd' (columns here: 'a', 'b')"
+
+
+def test_a_table_without_rows_holds_no_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    with parquet.ParquetWriter(path, pyarrow.schema([("text", pyarrow.string())])):
+        pass
+    source = Parquet(str(path), ["text"])
+    assert [item for chunk in source.chunks() for item in chunk.items(["text"], None)] == []
+    assert source.record()["rows"] == 0
