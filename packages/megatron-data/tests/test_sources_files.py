@@ -51,7 +51,7 @@ def test_each_block_has_a_digest_and_the_last_may_be_shorter(
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "a"
+    path = tmp_path / "deep" / "er" / "a"
     with AtomicFile(path) as file:
         file.write(b"one ")
         file.write(memoryview(b""))
@@ -64,6 +64,13 @@ def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["a"]
     file.discard()
     assert path.exists()  # nothing is discarded after it is complete
+    before = os.umask(0)
+    try:
+        with AtomicFile(tmp_path / "empty") as file:
+            pass
+    finally:
+        os.umask(before)
+    assert (file.path.read_bytes(), stat.S_IMODE(file.path.stat().st_mode)) == (b"", 0o666)
 
 
 def test_a_failed_file_leaves_the_old_one(tmp_path: Path) -> None:
