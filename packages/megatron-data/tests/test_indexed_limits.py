@@ -118,6 +118,9 @@ def test_bounds_of_documents_run_from_0_to_the_number_of_sequences(write_dataset
         path.write_bytes(whole[:at] + struct.pack("<q", value) + whole[at + 8 :])
         with pytest.raises(DataError, match="its document bounds do not run from 0 to 5"):
             IndexedDataset(prefix)
+    path.write_bytes(Header(np.dtype("<u2"), 0, 0).pack())  # not even the leading 0
+    with pytest.raises(DataError, match="its document bounds do not run from 0 to 0"):
+        IndexedDataset(prefix)
 
 
 @pytest.mark.parametrize(
