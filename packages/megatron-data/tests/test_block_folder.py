@@ -1,12 +1,13 @@
 """Tests of the shared folder of blocks: its limit, and how rarely it is listed."""
 
+import fcntl
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from megatron_data.sources.block_folder import BlockFolder, remove_oldest
+from megatron_data.sources.block_folder import BlockFolder, adding, locked, remove_oldest
 
 BLOCK = b"0123456789ab"
 SIZE = len(BLOCK) + 4
@@ -41,13 +42,13 @@ def add(folder: BlockFolder, first: int, last: int) -> None:
 
 def test_a_folder_is_listed_once_for_many_blocks(tmp_path: Path, listings: list[int]) -> None:
     """It is listed once at the start, and then once per freed fraction of the limit."""
-    folder = BlockFolder(tmp_path / "c", 160 * SIZE)
+    folder = BlockFolder(tmp_path / "b" / "c", 160 * SIZE)
     add(folder, 0, 160)
     assert len(listings) == 1
-    assert kept(tmp_path / "c") == counted(tmp_path / "c") == 160 * SIZE
+    assert kept(tmp_path / "b" / "c") == counted(tmp_path / "b" / "c") == 160 * SIZE
     for number in range(160, 500):
         add(folder, number, number + 1)
-        assert kept(tmp_path / "c") == counted(tmp_path / "c") <= 160 * SIZE
+        assert kept(tmp_path / "b" / "c") == counted(tmp_path / "b" / "c") <= 160 * SIZE
     assert len(listings) == 1 + 340 // 11 + 1
     assert folder.get("499", len(BLOCK)) is not None
     assert folder.get("300", len(BLOCK)) is None
@@ -125,6 +126,30 @@ def test_a_damaged_size_is_corrected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "blocks.bytes").write_bytes(content)
     add(folder, 8, 9)
     assert kept(tmp_path) == counted(tmp_path) <= 8 * SIZE
+
+
+def test_a_listing_keeps_blocks_of_exactly_the_limit_and_does_not_count_one_twice(
+    tmp_path: Path, listings: list[int]
+) -> None:
+    folder = BlockFolder(tmp_path, 8 * SIZE)
+    add(folder, 0, 7)
+    for number in (7, 3):
+        (tmp_path / "blocks.bytes").unlink()
+        add(folder, number, number + 1)
+        assert kept(tmp_path) == counted(tmp_path) == 8 * SIZE
+    assert len(listings) == 3
+    assert (tmp_path / "blocks.bytes").stat().st_size == 8  # other versions read it, too
+
+
+def test_a_lock_holds_until_its_end_and_folders_are_made(tmp_path: Path) -> None:
+    lock, path = tmp_path / "a" / "b" / "c.lock", tmp_path / "d" / "e" / "f.whole"
+    with locked(lock), lock.open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with lock.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with adding(path) as file:
+        file.write(BLOCK)
+    assert path.read_bytes() == BLOCK
 
 
 def test_a_damaged_block_is_replaced_and_counted_once(tmp_path: Path) -> None:

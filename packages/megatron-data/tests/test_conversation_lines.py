@@ -206,6 +206,11 @@ def test_truncated_lines_and_lines_without_loss_are_warned_of_once(
     )
     assert [sum(what in said for said in caplog.messages) for what in wanted] == [1, 1]
     assert len(caplog.messages) == 2
+    rows = [train.lines.conversations(number) for number in range(len(train))]
+    longer = [sum(len(one.ids) for one in row) > 40 for row in rows]
+    for number, what in ((rows.index([]), wanted[0]), (longer.index(True), wanted[1])):
+        (said,) = (each for each in caplog.messages if what in each)
+        assert said.startswith(f"{train.lines.location(number)}: ")
     prefix = str(talks / "a_conversation")
     for order, what in (
         ("compat", " rows longer"),

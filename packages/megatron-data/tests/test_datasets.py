@@ -98,6 +98,7 @@ def test_a_sample_by_hand(write_dataset: Write) -> None:
     assert last["labels"].tolist() == [0, 0, 0, 0]
     assert last["loss_mask"].tolist() == [1, 0, 0, 0]
     assert last["document_ids"].tolist() == [0, 0, -1, -1]
+    assert last["positions"].tolist() == [0, 1, 0, 1]  # padding holds no end of a document
 
 
 def test_bounds_of_documents_by_hand(write_dataset: Write) -> None:

@@ -3,6 +3,7 @@
 import inspect
 import json
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from megatron_data.datasets.fim_config import FIMConfig
 from megatron_data.datasets.gpt import GPTDataset, GPTDatasetConfig
 from megatron_data.datasets.hugging_face import hugging_face_inputs
 from megatron_data.datasets.ict import ICTDatasetConfig
+from megatron_data.datasets.labelled_texts import TextColumns
 from megatron_data.datasets.masking import MaskingConfig
 from megatron_data.datasets.masks import cumulative_lengths, document_masks
 from megatron_data.datasets.mock import MockTokens
@@ -119,6 +121,23 @@ def test_defaults_are_those_of_megatron() -> None:
                             ("drop_last_partial_validation", True)):  # fmt: skip
             if name in defaults and (name != "sequence_length" or value):
                 assert defaults[name].default == value
+
+
+@pytest.mark.parametrize(
+    ("checked", "name"),
+    [
+        (MaskingConfig(), "probability"),
+        (BertDatasetConfig(8), "sequence_length"),
+        (T5DatasetConfig(8, 8), "sequence_length"),
+        (ICTDatasetConfig(8), "sequence_length"),
+        (GPTDatasetConfig(8), "sequence_length"),
+        (FIMConfig(), "rate"),
+        (TextColumns(), "texts"),
+    ],
+)
+def test_settings_cannot_change_after_they_are_checked(checked: object, name: str) -> None:
+    with pytest.raises(FrozenInstanceError):
+        setattr(checked, name, -1)
 
 
 @pytest.mark.parametrize(
@@ -292,6 +311,10 @@ def test_sizes_of_mock_datasets_may_be_0_and_splits_empty(order: Any) -> None:
     found = build_mock_gpt_datasets(source, (5, 0, 3), config, order=order)
     assert found.train is not None and found.test is not None and found.valid is None
     assert found.train[4]["tokens"].shape == (8,)
+    if order != "packed":  # the incomplete last sample of a validation is omitted
+        valid = build_mock_gpt_datasets(source, (0, None, 0), config, order=order).valid
+        tokens = int(source.sequence_lengths[10:20].sum())
+        assert valid is not None and len(valid) == (tokens - 1) // 8 < (tokens - 1) / 8
     found = build_mock_gpt_datasets(source, (5, 5, 5), config, split="1,0,1", order=order)
     assert found.train is not None and found.valid is None and found.test is not None
     with pytest.raises(DataError, match="order='random'; give one of"):

@@ -1,5 +1,6 @@
 """Limits of the indexed format: bounds of reads, checks in blocks, headers, images, statistics."""
 
+import os
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import pytest
 from megatron_data import DataError, IndexedDataset, IndexedDatasetBuilder
 from megatron_data.indexed import dataset_files, reader
 from megatron_data.indexed.format import HEADER, Header
-from megatron_data.indexed.images import count_images, image_format, unpack_image
+from megatron_data.indexed.images import count_images, image_format, text_mask, unpack_image
 from megatron_data.indexed.inspection import (
     document_text,
     draw_histogram,
@@ -91,9 +92,22 @@ def test_a_check_names_the_first_damage_wherever_it_is(
     for number in range(1, 5):
         message = damaged(bounds + 8 * number, struct.pack("<q", number + 2))
         assert f"document {number} ends before it begins" in message
+    last = struct.pack("<i", 6) + whole[pointers : bounds - 8] + struct.pack("<q", 2 * 9)
+    message = damaged(pointers - 4, last)
+    assert "the pointer of sequence 4 is not the sum of" in message and "(document 4)" in message
     path.write_bytes(whole)
     with IndexedDataset(prefix) as dataset:
         dataset.check()
+
+
+def test_a_read_continues_where_a_short_one_ended(
+    write_dataset: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: read(file, min(size, 3), at))
+    with IndexedDataset(write_dataset(DOCUMENTS), mmap=False) as dataset:
+        assert [tokens.tolist() for tokens in dataset] == DOCUMENTS
+        assert dataset.get(4, 1, 3).tolist() == DOCUMENTS[4][1:4]
 
 
 def test_bounds_of_documents_run_from_0_to_the_number_of_sequences(write_dataset: Write) -> None:
@@ -104,6 +118,9 @@ def test_bounds_of_documents_run_from_0_to_the_number_of_sequences(write_dataset
         path.write_bytes(whole[:at] + struct.pack("<q", value) + whole[at + 8 :])
         with pytest.raises(DataError, match="its document bounds do not run from 0 to 5"):
             IndexedDataset(prefix)
+    path.write_bytes(Header(np.dtype("<u2"), 0, 0).pack())  # not even the leading 0
+    with pytest.raises(DataError, match="its document bounds do not run from 0 to 0"):
+        IndexedDataset(prefix)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +187,13 @@ def test_lengths_modes_and_documents_must_agree(tmp_path: Path) -> None:
         ):
             with pytest.raises(DataError, match=message):
                 builder.add_document(tokens, lengths, modes)
+        longest = 2**31 - 1
+        for length, message in (
+            (longest + 1, "a sequence has 2,147,483,648 tokens; the format allows at most 2,147"),
+            (longest, "the length of a sequence is -2147483647; give at least 0"),
+        ):
+            with pytest.raises(DataError, match=message):
+                builder.add_documents([], np.array([length, -length]), np.array([2]))
         with pytest.raises(DataError, match="the documents have 3 sequences, but 2 lengths are"):
             builder.add_documents([1, 2], np.array([1, 1]), np.array([1, 2]))
         builder.add_item([7, 8, 9])
@@ -215,8 +239,11 @@ def test_sequences_are_text_unless_modes_are_given(tmp_path: Path) -> None:
 def test_statistics_count_token_ids_and_refuse_other_numbers(write_dataset: Write) -> None:
     with IndexedDataset(write_dataset([[3, 1, 3], [], [0, 3, 1]])) as dataset:
         found = summarize(dataset)
+        assert text_mask(dataset, 1, 3).tolist() == [True, True]
         assert document_text(dataset, 2)[0].tolist() == [0, 3, 1]
     assert found.token_counts.tolist() == [1, 2, 0, 3]
+    with IndexedDataset(write_dataset([[]], "none")) as dataset:
+        assert summarize(dataset).token_counts.tolist() == []
     assert found.most_common(2) == [(3, 3), (1, 2)]
     assert found.distinct_tokens == 3
     assert found.document_lengths.tolist() == [3, 0, 3]
@@ -241,12 +268,13 @@ def test_statistics_count_token_ids_and_refuse_other_numbers(write_dataset: Writ
         ([1] * 1000 + [2], 3, True, [("1", "███", 1000), ("2 to 3", "▏", 1)]),
         ([1] * 1000 + [2], 3, False, [("1", "###", 1000), ("2 to 3", "#", 1)]),
         ([1024], 3, False, [("1,024 to 2,047", "###", 1)]),
+        ([], 3, True, [("0", "", 0)]),
     ],
 )  # fmt: skip
 def test_a_histogram_by_hand(
     values: list[int], width: int, blocks: bool, rows: list[tuple[str, str, int]]
 ) -> None:
-    drawn = draw_histogram(np.array(values), width, blocks)
+    drawn = draw_histogram(np.array(values, np.int64), width, blocks)
     assert drawn.splitlines() == [f"{name:>24} {bar} {count:,}" for name, bar, count in rows]
 
 
@@ -294,6 +322,36 @@ def test_an_image_begins_with_its_padding_of_0_to_3_bytes(padding: int) -> None:
         return
     with pytest.raises(DataError, match=f"that begins with {padding} is not an image"):
         unpack_image(sequence)
+    for other, what in (
+        (sequence[:0], "int32 that is empty"),
+        (sequence % 4 * 1.0, "float64 that"),
+    ):
+        with pytest.raises(DataError, match=f"a sequence of {what}"):
+            unpack_image(other)
+
+
+def test_an_image_is_int32_and_not_empty() -> None:
+    for data, dtype, what in (
+        ([], "int32", "int32 that is empty"),
+        ([0, 5], "int64", "int64 that"),
+    ):
+        with pytest.raises(DataError, match=f"a sequence of {what}"):
+            unpack_image(np.array(data, dtype))
+
+
+@pytest.mark.parametrize("text_first", [True, False])
+def test_datasets_with_and_without_images_are_not_joined(
+    write_dataset: Write, tmp_path: Path, text_first: bool
+) -> None:
+    text = write_dataset([[1, 2]], "text", "int32")
+    with IndexedDatasetBuilder(tmp_path / "image", "int32", multimodal=True) as builder:
+        builder.add_document([0, 5], [2], [1])
+        builder.finalize()
+    added, empty = (tmp_path / "image", write_dataset([], "none", "int32"))
+    with IndexedDatasetBuilder(tmp_path / "d", "int32", multimodal=not text_first) as builder:
+        builder.add_index(empty)  # has no sequence, so no mode is missing
+        with pytest.raises(DataError, match="only one of them is multimodal"):
+            builder.add_index(added if text_first else text)
 
 
 def missing(tmp_path: Path, name: str, others: Sequence[str] = ()) -> str:

@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 from megatron_data import DataError, read_texts
-from megatron_data.sources import protocol, remote
+from megatron_data.sources import parallel_lines, protocol, remote
 from megatron_data.sources.failures import MissingError, TransferError, storage_errors
 from megatron_data.sources.json_lines import JsonLines, LinesChunk
 from megatron_data.sources.opening import open_sources, reopen
 from megatron_data.sources.parallel_lines import ParallelLines
 from megatron_data.sources.protocol import BrokenChunk, Fault, Item, Span, check_reread
 from megatron_data.sources.remote import RemoteFile, read_blocks, read_if_there
-from megatron_data.sources.storage import relative_path, stat
-from megatron_data.sources.streams import Stream, split_suffix
+from megatron_data.sources.storage import stat
+from megatron_data.sources.streams import Stream
 from megatron_data.sources.text_files import TextFile, TextFiles
-from megatron_data.sources.urls import is_local, without_scheme
 
 LINES = [b'{"text": "%d"}' % (10 + number) for number in range(7)]  # 14 bytes each
 
@@ -127,6 +126,25 @@ def test_a_line_of_the_largest_size_is_read_and_a_longer_one_is_a_fault(
             assert chunks[0].span[:2] == (0, size if chunk_bytes == 4 else 28 + len(end))
             reason = f"a document of {size} bytes, more than --max-document-bytes 13"
             assert (one.kind, one.reason) == ("long", reason)
+
+
+@pytest.mark.parametrize(("limit", "reads"), [(None, True), (20, True), (14, True), (13, False)])
+def test_the_only_line_of_a_file_may_have_no_end(
+    tmp_path: Path, limit: int | None, reads: bool
+) -> None:
+    path = write(tmp_path / "a.jsonl", LINES[0])
+    (chunk,) = JsonLines(path).chunks(5, limit)
+    (found,) = chunk.items(["text"], limit)
+    assert isinstance(found, Item if reads else Fault) and found.size == 14
+    assert chunk.span == (0, 14, 1, 1)
+
+
+def test_a_long_line_that_ends_in_damage_is_lost(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl.gz", b'{"text": "%s"}' % bytes(range(97, 123)) * 99)
+    os.truncate(path, Path(path).stat().st_size - 9)
+    (chunk,) = JsonLines(path).chunks(10)
+    assert isinstance(chunk, BrokenChunk) and chunk.span == (0, 0, 1, 1)
+    assert (chunk.problem.kind, chunk.problem.size) == ("damaged", None)
 
 
 def test_a_chunk_that_ends_early_when_it_is_read_again_is_refused(tmp_path: Path) -> None:
@@ -266,8 +284,9 @@ def test_a_stream_is_read_and_skipped_by_uncompressed_bytes(tmp_path: Path, suff
     path = write(tmp_path / f"a{suffix}", data)
     with Stream(path) as stream:
         assert stream.read(0) == b""
-        assert stream.read(3) == data[:3] and not stream.ended
-        stream.skip(300_000)
+        assert stream.read(1) + stream.read(2) == data[:3] and not stream.ended
+        stream.skip(1)
+        stream.skip(299_999)
         assert stream.read(5) == data[300_003:300_008]
         assert stream.read(1 << 30) == data[300_008:] and stream.ended
         assert stream.read(1) == b"" and stream.damage is None
@@ -277,20 +296,6 @@ def test_a_stream_is_read_and_skipped_by_uncompressed_bytes(tmp_path: Path, suff
         assert stream.sha256() == hashlib.sha256(Path(path).read_bytes()).hexdigest()
         assert stream.stored == Path(path).stat().st_size
     assert len(os.listdir("/proc/self/fd")) == opened  # noqa: PTH208
-
-
-def test_suffixes_of_content_and_compression() -> None:
-    for name, expected in (
-        ("a.txt", (".txt", "")),
-        ("a.b/c.JSONL.GZ", (".jsonl", ".gz")),
-        ("a.zst", ("", ".zst")),
-        ("a", ("", "")),
-        ("a.txt.bz2", (".txt", ".bz2")),
-        ("a.gz.txt", (".txt", "")),
-    ):
-        assert split_suffix(name) == expected
-    assert is_local("a") and is_local("file:///a") and not is_local("s3://a")
-    assert (without_scheme("file:///a"), without_scheme("s3://a")) == ("/a", "s3://a")
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2, 3])
@@ -427,8 +432,12 @@ def test_a_chunk_has_a_mebibyte_unless_another_size_is_given(tmp_path: Path) -> 
     assert [chunk.span.units for chunk in JsonLines(path).chunks()] == [2, 2, 1]
 
 
+@pytest.mark.parametrize("step", [1, 2, 5, 1000])
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 5, 11, 1000])
-def test_one_byte_more_than_allowed_is_kept_of_a_line(tmp_path: Path, chunk_bytes: int) -> None:
+def test_one_byte_more_than_allowed_is_kept_of_a_line(
+    tmp_path: Path, chunk_bytes: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel_lines, "_STEP", step)
     lines = [b"abc", b"abcd", b"", b"abcdefghij", b"k" * 30, b"lmn", b"opqrst"]
     paths = [write(tmp_path / "a", b"\n".join(lines)), write(tmp_path / "b", b"\n" * 7)]
     chunks = list(ParallelLines(paths).chunks(chunk_bytes, 3))
@@ -439,9 +448,3 @@ def test_one_byte_more_than_allowed_is_kept_of_a_line(tmp_path: Path, chunk_byte
     again = ParallelLines(paths).chunk_at(Span(0, 0, 4, 3), 3)
     assert again.data == (b"abcd\nkkkk\nlmn\n", b"\n\n\n")
     assert (again.span, again.stored) == ((0, 0, 4, 3), 0)
-
-
-def test_paths_are_relative_to_their_folder() -> None:
-    for folder in ("memory://a/b", "memory://a/b/"):
-        assert relative_path("memory://a/b/c/d.txt", folder) == "c/d.txt"
-    assert relative_path("/a/b/c.txt", "/a") == "b/c.txt"

@@ -24,6 +24,9 @@ from megatron_data.files import (
     write_then_rename,
 )
 from megatron_data.sources.failures import wrap_file
+from megatron_data.sources.storage import relative_path
+from megatron_data.sources.streams import split_suffix
+from megatron_data.sources.urls import is_local, without_scheme
 from megatron_data.sources.wrapped_file import WrappedFile
 
 
@@ -48,7 +51,7 @@ def test_each_block_has_a_digest_and_the_last_may_be_shorter(
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "a"
+    path = tmp_path / "deep" / "er" / "a"
     with AtomicFile(path) as file:
         file.write(b"one ")
         file.write(memoryview(b""))
@@ -61,6 +64,13 @@ def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == ["a"]
     file.discard()
     assert path.exists()  # nothing is discarded after it is complete
+    before = os.umask(0)
+    try:
+        with AtomicFile(tmp_path / "empty") as file:
+            pass
+    finally:
+        os.umask(before)
+    assert (file.path.read_bytes(), stat.S_IMODE(file.path.stat().st_mode)) == (b"", 0o666)
 
 
 def test_a_failed_file_leaves_the_old_one(tmp_path: Path) -> None:
@@ -131,6 +141,26 @@ def test_paths_of_outputs_and_tokenizers_are_local(tmp_path: Path) -> None:
     for folder in (f"{tmp_path}/", "..", ".", "a/.."):
         with pytest.raises(DataError, match="is a folder; add a name for the files, such as"):
             local_prefix(folder)
+
+
+def test_suffixes_of_content_and_compression() -> None:
+    for name, expected in (
+        ("a.txt", (".txt", "")),
+        ("a.b/c.JSONL.GZ", (".jsonl", ".gz")),
+        ("a.zst", ("", ".zst")),
+        ("a", ("", "")),
+        ("a.txt.bz2", (".txt", ".bz2")),
+        ("a.gz.txt", (".txt", "")),
+    ):
+        assert split_suffix(name) == expected
+    assert is_local("a") and is_local("file:///a") and not is_local("s3://a")
+    assert (without_scheme("file:///a"), without_scheme("s3://a")) == ("/a", "s3://a")
+
+
+def test_paths_are_relative_to_their_folder() -> None:
+    for folder in ("memory://a/b", "memory://a/b/"):
+        assert relative_path("memory://a/b/c/d.txt", folder) == "c/d.txt"
+    assert relative_path("/a/b/c.txt", "/a") == "b/c.txt"
 
 
 def test_a_folder_is_checked_before_it_is_made(

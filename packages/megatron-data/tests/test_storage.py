@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from megatron_data import DataError, IndexedDataset, build_gpt_datasets
 from megatron_data.sources import StorageCache, block_folder
 from megatron_data.sources import remote as remote_files
+from megatron_data.sources.failures import MissingError
 from megatron_data.sources.remote import RemoteFile
 from megatron_data.sources.storage import stat
 
@@ -227,7 +229,12 @@ def test_invalid_urls_and_caches_are_reported(
         with pytest.raises(DataError, match="a limit of at least one block"):
             StorageCache(str(tmp_path), *wrong)
     assert StorageCache(str(tmp_path), 1, 1).limit_bytes == 1
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="file cannot be a folder, because"):
+        StorageCache(str(tmp_path / "file"))
     usual = StorageCache(str(tmp_path))
+    with pytest.raises(FrozenInstanceError):
+        usual.block_bytes = 0  # type: ignore[misc]
     assert usual.block_bytes == 4 << 20
     assert usual.limit_bytes == usual.index_limit_bytes == 64 << 30
 
@@ -244,8 +251,14 @@ def test_a_file_is_looked_up_again_for_its_version(
     )
     size = stat(f"{remote[1]}.bin").size
     assert not ignored
+    with pytest.raises(MissingError, match=r"no input file or folder at memory://bucket$"):
+        stat("memory://bucket")  # a folder has no size
     assert RemoteFile.open(f"{remote[1]}.bin").size == size
     assert ignored == ["/bucket/d.bin"]
+    found = {"type": "file", "size": None, "mtime": None, "etag": "x"}
+    with monkeypatch.context() as patch:
+        patch.setattr(fsspec.get_filesystem_class("memory"), "info", lambda *_: found)
+        assert stat(f"{remote[1]}.bin") == (0, "x")  # an unknown size is 0
 
 
 def test_least_recently_used_indices_are_removed_and_each_has_a_lock(
@@ -269,9 +282,9 @@ def test_least_recently_used_indices_are_removed_and_each_has_a_lock(
         first = IndexedDataset("memory://bucket/a", storage)
         with IndexedDataset("memory://bucket/b", storage):
             assert kept() == "ab"
-    os.utime(folder / f"{key['b']}.whole", (1, 1))
-    os.utime(folder / f"{key['a']}.whole", (2, 2))
-    IndexedDataset("memory://bucket/a", storage).close()
+    os.utime(folder / f"{key['a']}.whole", (1, 1))
+    os.utime(folder / f"{key['b']}.whole", (2, 2))
+    IndexedDataset("memory://bucket/a", storage).close()  # used now
     with IndexedDataset("memory://bucket/c", storage):
         assert kept() == "ac"
         assert not (folder / f"{key['b']}.lock").exists()
@@ -281,13 +294,14 @@ def test_least_recently_used_indices_are_removed_and_each_has_a_lock(
         assert alone.document(7).tolist() == first.document(7).tolist() == DOCUMENTS[7]
 
 
+@pytest.mark.parametrize("mode", [0o2770, 0o777])
 def test_users_share_a_cache_as_they_share_its_folder(
-    remote: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    remote: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
 ) -> None:
     """Cached files get the permissions of the folder; files of other users are not changed."""
     folder = tmp_path / "cache"
     folder.mkdir()
-    folder.chmod(0o2770)
+    folder.chmod(mode)
     before = os.umask(0o077)
     try:
         with IndexedDataset(remote[1], cache(tmp_path)) as dataset:
@@ -295,7 +309,8 @@ def test_users_share_a_cache_as_they_share_its_folder(
     finally:
         os.umask(before)
     modes = {path.suffix: path.stat().st_mode & 0o777 for path in folder.iterdir()}
-    assert modes == {".block": 0o640, ".whole": 0o640, ".lock": 0o660, ".bytes": 0o660}
+    read, write = (0o640, 0o660) if mode == 0o2770 else (0o644, 0o666)
+    assert modes == {".block": read, ".whole": read, ".lock": write, ".bytes": write}
 
     def refuse(*arguments: Any, **options: Any) -> None:
         raise PermissionError

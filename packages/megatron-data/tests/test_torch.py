@@ -88,6 +88,8 @@ def test_cyclic_numbers_by_hand() -> None:
         CyclicSampler(9, 3, 2, 1, 2)
     with pytest.raises(DataError, match="one step takes 4"):
         CyclicSampler(3, 0, 2, 1, 2)
+    with pytest.raises(DataError, match="data-parallel rank 2 of 2; give 0 to size - 1"):
+        CyclicSampler(9, 0, 2, 2, 2)
 
 
 def test_cyclic_numbers_of_one_order_for_all_ranks_by_hand() -> None:

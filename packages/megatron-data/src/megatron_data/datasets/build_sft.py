@@ -92,17 +92,17 @@ class _SFTBuilder(GPTBuilder):
         return dataset
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _PackedConversations(_SFTBuilder, PackedBuilder):
     """Builds samples of whole conversations."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _CutConversations(_SFTBuilder, StatelessBuilder):
     """Builds samples of concatenated conversations."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Rows(GreedyBuilder, _SFTBuilder):
     """Builds samples in Megatron's order: the conversations of a line are a sample."""
 

@@ -220,7 +220,7 @@ class GPTBuilder(Builder):
         return split != "valid" or self.drop_last_partial_validation
 
 
-@dataclass(kw_only=True)
+@dataclass
 class CompatBuilder(GreedyBuilder, GPTBuilder):
     """Builds datasets in the sample order of Megatron's `GPTDataset`."""
 
@@ -335,7 +335,6 @@ class StatelessBuilder(GPTBuilder):
         return weights
 
 
-@dataclass(kw_only=True)
 class PackedBuilder(StatelessBuilder):
     """Builds samples of whole documents. Blends are those of `StatelessBuilder`."""
 

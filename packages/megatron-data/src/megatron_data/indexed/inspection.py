@@ -101,7 +101,7 @@ def draw_histogram(values: NDArray[np.integer], width: int = 50, blocks: bool = 
         blocks: Draws with block characters instead of `#`. Defaults to True.
     """
     bins = _bins(values)
-    most = max((number for _, number in bins), default=0)
+    most = max(number for _, number in bins)
     rows = (
         f"{name:>24} {_bar(number / max(most, 1), width, blocks)} {number:,}"
         for name, number in bins
@@ -117,7 +117,7 @@ def draw_svg(values: NDArray[np.integer], title: str) -> str:
         title: Title above the histogram.
     """
     bins = _bins(values)
-    most = max((number for _, number in bins), default=0)
+    most = max(number for _, number in bins)
     height = 40 + 22 * len(bins)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{height}" '
@@ -142,7 +142,7 @@ def _bins(values: NDArray[np.integer]) -> list[tuple[str, int]]:
     first = int(np.flatnonzero(counts)[0]) if counts.any() else 0
     bins = []
     for exponent in range(first, len(counts)):
-        low, high = (1 << exponent) >> 1, max((1 << exponent) - 1, 0)
+        low, high = (1 << exponent) >> 1, (1 << exponent) - 1
         name = f"{low:,}" if low == high else f"{low:,} to {high:,}"
         bins.append((name, int(counts[exponent])))
     return bins
