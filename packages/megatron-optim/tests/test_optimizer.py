@@ -160,6 +160,7 @@ def test_a_step_with_a_bad_gradient_changes_nothing_and_is_counted(
 
     assert result.skipped
     assert not math.isfinite(result.grad_norm)
+    assert result.clip_coefficient == 1.0
     assert optimizer.scalars() == {"steps": 1, "skipped_steps": 1}
     for name, tensor in network.state_dict().items():
         assert torch.equal(tensor, before[name])
