@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_kernels import Mask
-from megatron_models import GPTConfig, MambaModelConfig, Placement
+from megatron_models import GPT, GPTConfig, MambaModelConfig, Placement
 from megatron_models.components.attention.context_parallel import ContextParallel
 from megatron_models.components.context import Context
 from megatron_models.components.embedding.output import select_tokens
@@ -65,6 +65,16 @@ def test_means_of_parts_add_up_to_the_mean(sizes: dict[str, int]) -> None:
         mesh.close()
     expected = torch.stack([x[:, 0].mean(0), x[:5, 1].mean(0)])
     torch.testing.assert_close(total, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_a_depth_of_prediction_keeps_the_part_of_its_rank() -> None:
+    config = GPTConfig(**SIZES, num_attention_heads=2, mtp_num_layers=1)
+    mesh = Mesh.imagined(ParallelLayout(tp=2, dp=1), 1)
+    for cut, length in ((True, 4), (False, 8)):
+        model = GPT(config, Placement(mesh, F64, sequence_parallel=cut))
+        x = torch.randn(length, 2, 8, dtype=F64)
+        assert model.mtp[0](x, x, Context(Mask())).shape == x.shape
+    mesh.close()
 
 
 def test_a_context_parallel_rank_has_the_weights_of_its_groups_of_a_recurrent_layer() -> None:
