@@ -153,6 +153,20 @@ def test_fused_operations_replace_several_others(
     assert {"vocab_embedding", "bias_dropout_add"} < {*chosen}
 
 
+def test_the_last_addition_of_a_layer_is_left_to_the_first_norm_of_the_next() -> None:
+    model = GPT(DECODERS["llama"], Placement(Mesh.single(), backends={"add_rms_norm": "reference"}))
+    adds, run = [], Op.run
+
+    def recorded(op: Op[..., Any], requested: str, *args: Any) -> Any:
+        if op.name == "add_rms_norm":
+            adds.append(args[1] is not None)
+        return run(op, requested, *args)
+
+    with mock.patch.object(Op, "run", recorded):
+        model(torch.arange(6)[None])
+    assert adds == [False, True, True, True]  # two norms in each of two layers
+
+
 @pytest.mark.parametrize(
     ("build", "config", "inputs"),
     [
