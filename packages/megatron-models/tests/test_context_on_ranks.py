@@ -21,7 +21,6 @@ SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "max_position_embeddings": 16,
 }
-HEADS = GPTConfig(**SIZES, num_attention_heads=2, task_head="embedding", head_pooling="mean").heads
 IDS = torch.tensor([[0] * 8, [0] * 5 + [-1] * 3])
 
 
@@ -49,9 +48,11 @@ def across(mesh: Mesh, length: int) -> ContextParallel:
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}], ids=str)
-def test_means_of_parts_add_up_to_the_mean(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("pooling", ["first", "last", "mean"])
+def test_pooled_parts_add_up_to_the_pooled_sequence(sizes: dict[str, int], pooling: str) -> None:
     """Collectives of an imagined mesh return what this rank has."""
-    (spec,) = HEADS().values()
+    head = GPTConfig(**SIZES, num_attention_heads=2, task_head="embedding", head_pooling=pooling)
+    (spec,) = head.heads().values()
     x, total = torch.randn(8, 2, 8, dtype=F64), torch.zeros(2, 8, dtype=F64)
     layout, mask = ParallelLayout(dp=1, **sizes), Mask(document_ids=IDS)
     for rank in range(layout.tp * layout.cp):
@@ -63,7 +64,11 @@ def test_means_of_parts_add_up_to_the_mean(sizes: dict[str, int]) -> None:
         context = Context(mask, context_parallel=parallel)
         total += SequenceHead(spec, placement).pool(part, mask, context)
         mesh.close()
-    expected = torch.stack([x[:, 0].mean(0), x[:5, 1].mean(0)])
+    expected = {
+        "first": x[0],
+        "last": torch.stack([x[7, 0], x[4, 1]]),
+        "mean": torch.stack([x[:, 0].mean(0), x[:5, 1].mean(0)]),
+    }[pooling]
     torch.testing.assert_close(total, expected, rtol=1e-13, atol=1e-13)
 
 
