@@ -14,6 +14,7 @@ from megatron_optim import (
 )
 from megatron_optim.mixed_precision import MainParameters
 from megatron_optim.offload import _slices
+from megatron_optim.offload_config import GRADIENT_BYTES, MAIN_BYTES
 from megatron_optim.param_groups import ParameterGroup
 from megatron_optim.rules import Adam
 from megatron_parallel import Mesh, Sharding, TrainableParameters
@@ -206,6 +207,16 @@ def test_weights_in_bf16_are_rounded_on_the_host_as_on_the_device(aware: bool) -
     main.round_hosted("a", rounded)
     up = 1 + 2**-7 if aware else 1.0
     assert rounded.tolist() == [up, -up, 2.0]
+
+
+def test_the_host_has_the_bytes_that_are_predicted() -> None:
+    optimizer, weights = trained(RULES["adam"], torch.bfloat16, OnCpu(True), False)
+    elements = sum(weight.numel() for weight in weights.values())
+    host = optimizer._updates._host
+    assert host is not None
+    mains, gradients = optimizer.main.hosted, host._gradients
+    assert sum(main.nbytes for main in mains.values()) == MAIN_BYTES * elements
+    assert sum(gradient.nbytes for gradient in gradients.values()) == GRADIENT_BYTES * elements
 
 
 def test_offloaded_copies_of_full_weights_follow_a_checkpoint() -> None:
