@@ -213,6 +213,15 @@ def test_views_are_named_after_parameters(model: Model, build: Callable[..., Opt
     assert {views[0].tensor.dtype for views in low.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("name", ["adam", "sgd", "lion", "muon", "adafactor"])
+def test_the_states_of_a_rule_and_of_its_fallback_have_their_names(
+    model: Model, build: Callable[..., Optimizer], name: str
+) -> None:
+    optimizer = build(model(), OptimizerConfig(name))
+    found = {view.rsplit(".", 1)[1] for view in optimizer.views()}
+    assert sorted(optimizer.state_names) == sorted(found)
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 def test_bf16_parameters_follow_an_fp32_run_of_the_same_gradients(
     model: Model, build: Callable[..., Optimizer], clip: float
