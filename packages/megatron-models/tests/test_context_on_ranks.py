@@ -72,6 +72,18 @@ def test_pooled_parts_add_up_to_the_pooled_sequence(sizes: dict[str, int], pooli
     torch.testing.assert_close(total, expected, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize(("cut", "length"), [(None, 4), (True, 4), (False, 8)])
+def test_a_head_reads_the_part_of_a_pass_that_is_cut(cut: bool | None, length: int) -> None:
+    config = GPTConfig(**SIZES, num_attention_heads=2, task_head="reward")
+    (spec,) = config.heads().values()
+    x, mask = torch.randn(length, 2, 8, dtype=F64), Mask(document_ids=IDS)
+    mesh = Mesh.imagined(ParallelLayout(tp=2, dp=1), 1)  # of the parts the second one
+    head = SequenceHead(spec, Placement(mesh, F64, sequence_parallel=True))
+    found = head.pool(x, mask, Context(mask, sequence_parallel=cut))
+    mesh.close()
+    assert torch.equal(found, torch.stack([x[-1, 0], x[length - 4, 1]]))
+
+
 def test_a_depth_of_prediction_keeps_the_part_of_its_rank() -> None:
     config = GPTConfig(**SIZES, num_attention_heads=2, mtp_num_layers=1)
     mesh = Mesh.imagined(ParallelLayout(tp=2, dp=1), 1)
