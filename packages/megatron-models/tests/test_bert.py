@@ -11,7 +11,9 @@ from megatron_models import (
     BertConfig,
     ConfigError,
     EncoderOutput,
+    LayerPass,
     Placement,
+    SavedBytes,
     parameter_count,
     training_flops,
 )
@@ -124,12 +126,36 @@ def test_positions_start_at_the_offset() -> None:
         before = model(tokens).tokens
         table[:2] += 1.0
         assert torch.equal(model(tokens).tokens, before)
+        given = torch.arange(12).expand(3, -1)
+        torch.testing.assert_close(model(tokens, positions=given).tokens, before, rtol=0, atol=0)
         table[2] += 1.0
         assert not torch.equal(model(tokens).tokens, before)
     with pytest.raises(
         ConfigError, match="15 tokens is longer than max_position_embeddings 16 less"
     ):
         model(text(length=15))
+
+
+def test_positions_types_and_norm_are_partial_where_the_sequence_is_cut() -> None:
+    spec = BertConfig(**SMALL | POST).trunk().embedding
+    for cut, partial in ((False, None), (True, "tp")):
+        found = {name: each.sharding.partial for name, each in spec.parameters(cut).items()}
+        names = ("position.weight", "token_types.weight", "norm.weight", "norm.bias")
+        assert found == {"word.weight": None, **dict.fromkeys(names, partial)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "of_token"),
+    [
+        ({}, 2 * 8),  # tokens and their types
+        ({"num_tokentypes": 0}, 8),
+        (POST, 2 * 8 + 24 * 4 + 2 * 4),  # input and two statistics of the norm
+        ({"num_tokentypes": 0, **POST}, 8 + 24 * 4 + 2 * 4),
+    ],
+)
+def test_the_embedding_saves_tokens_types_and_what_its_norm_reads(fields, of_token) -> None:
+    spec = BertConfig(**SMALL | fields).trunk().embedding
+    assert spec.activation_bytes(LayerPass(8, 3, SavedBytes(4))) == 8 * 3 * of_token
 
 
 def test_a_causal_mask_and_labels_without_logits_are_refused() -> None:

@@ -8,13 +8,15 @@ from megatron_kernels import Mask
 from megatron_models.components.attention.span import EVERYTHING, Span
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
+from megatron_models.components.measure import OUTPUT_COUNTS
+from megatron_models.components.rotary.spec import RotarySpec
 from megatron_parallel import AuxiliaryLosses, DropoutKey, RecomputeConfig
 
 NAME, SCORES = "output of layer 3", "largest scores of layer 3"
 
 
 def collecting(counters=(), maxima=()):
-    return AuxiliaryLosses({}, dict.fromkeys(counters, 4), dict.fromkeys(maxima, 1))
+    return AuxiliaryLosses({}, dict.fromkeys(counters, OUTPUT_COUNTS), dict.fromkeys(maxima, 1))
 
 
 def dropping(hidden=0.0, attention=0.0):
@@ -164,9 +166,10 @@ def test_shared_tensors_are_those_of_masks_and_dropout() -> None:
     ids, source = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2, dtype=torch.int32)
     narrow, stage = torch.full((1, 2), 2, dtype=torch.int32), dropping(0.5)
     encoder, bias = torch.zeros(2, 1, 4), torch.zeros(1, 2, 2, 2)
-    documents = torch.zeros(1, 2, dtype=torch.int64)
+    documents, table = torch.zeros(1, 2, dtype=torch.int64), (torch.ones(2, 2), torch.zeros(2, 2))
     context = Context(
         Mask(document_ids=ids),
+        {RotarySpec(4, 10_000.0): table},
         masks={Span(2): Mask(document_ids=narrow)},
         cross_mask=Mask(document_ids=source),
         dropout=stage,
@@ -175,7 +178,7 @@ def test_shared_tensors_are_those_of_masks_and_dropout() -> None:
         document_ids=documents,
     )
     key = stage.global_dropout.key
-    expected = [ids, narrow, source, key.word0, key.word1, encoder, bias, documents]
+    expected = [*table, ids, narrow, source, key.word0, key.word1, encoder, bias, documents]
     found = context.shared_tensors()
     assert {id(each) for each in found} == {id(each) for each in expected}
     assert len(found) == len(expected)

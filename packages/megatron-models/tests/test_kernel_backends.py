@@ -122,6 +122,10 @@ NORMS = RecomputeConfig(granularity="selective", modules=("layernorm",))
         *((name, {}, RecomputeConfig()) for name in DECODERS),
         ("llama", {"norm_placement": "sandwich"}, RecomputeConfig()),
         ("llama", {"parallel_residual": "two_norms"}, RecomputeConfig()),
+        ("llama", {"parallel_residual": "shared_norm"}, RecomputeConfig()),
+        ("llama", {"residual_multiplier": 0.5}, RecomputeConfig()),
+        ("llama", {"activation_func_clamp_value": 0.02}, RecomputeConfig()),
+        ("llama", {"glu_linear_offset": 1.0}, RecomputeConfig()),
         ("l2-norm", {}, NORMS),
         ("l2-norm", {}, FULL),
     ],
@@ -142,10 +146,25 @@ def test_fused_operations_replace_several_others(
         losses.sum().backward()
         found.append([losses, *(parameter.grad for parameter in model.parameters())])
         called = {op for op, _ in made} & {*FUSED}
-        alone = {*backends} - ({"bias_dropout_add"} if "parallel_residual" in options else set())
+        separate = {"parallel_residual", "residual_multiplier"} & options.keys()
+        alone = {*backends} - ({"bias_dropout_add"} if separate else set())
         assert called == alone
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
     assert {"vocab_embedding", "bias_dropout_add"} < {*chosen}
+
+
+def test_the_last_addition_of_a_layer_is_left_to_the_first_norm_of_the_next() -> None:
+    model = GPT(DECODERS["llama"], Placement(Mesh.single(), backends={"add_rms_norm": "reference"}))
+    adds, run = [], Op.run
+
+    def recorded(op: Op[..., Any], requested: str, *args: Any) -> Any:
+        if op.name == "add_rms_norm":
+            adds.append(args[1] is not None)
+        return run(op, requested, *args)
+
+    with mock.patch.object(Op, "run", recorded):
+        model(torch.arange(6)[None])
+    assert adds == [False, True, True, True]  # two norms in each of two layers
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from typing import ClassVar
 import pytest
 from megatron_models import (
     ConfigError,
+    LayerPass,
     Placement,
+    SavedBytes,
     config_of,
     find_kind,
     model_kinds,
@@ -16,7 +18,7 @@ from megatron_models import (
 from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.block import build_mixer
 from megatron_models.components.mixer import Mixer
-from megatron_parallel import Mesh
+from megatron_parallel import Mesh, ParallelLayout
 from refusals.cases.case import SMALL
 
 
@@ -78,3 +80,30 @@ def test_a_mixer_without_its_counts_cannot_be_created():
 
     with pytest.raises(TypeError, match=r"activations.*input_saved_by.*parameters"):
         Uncounted()
+
+
+def test_a_mixer_that_says_nothing_else_is_a_matrix_without_state_or_pairs():
+    class Least(Mixer):
+        def parameters(self, sequence_parallel=False):
+            return {}
+
+        def activations(self, layer_pass):
+            return {}
+
+        def input_saved_by(self, layer_pass):
+            return None
+
+    mixer, layer_pass = Least(), LayerPass(8, 3, SavedBytes(4))
+    assert mixer.gathers_input and mixer.converts_input(layer_pass)
+    for has in (mixer.reads_padding, mixer.recurrent, mixer.bidirectional, mixer.uses_noise):
+        assert has is False
+    assert (mixer.reads_source, mixer.expert_parallel, mixer.always_counts()) == (False,) * 3
+    assert (mixer.heads, mixer.counters(), mixer.recompute_name, mixer.cached(1)) == (
+        0,
+        0,
+        None,
+        None,
+    )
+    assert (mixer.multiply_adds_per_pair(), mixer.multiply_adds_of_state()) == (0, 0)
+    assert not mixer.multiply_adds_of_pairs(8, 64) and not mixer.state()
+    mixer.check_layout(ParallelLayout(tp=7, cp=5, dp=1))

@@ -98,6 +98,14 @@ def test_initial_decays_of_delta_nets_have_the_range_of_megatron():
     assert not layer.sharding["A_log"].weight_decay and not layer.sharding["dt_bias"].weight_decay
 
 
+@pytest.mark.parametrize(("config", "name"), [(MAMBA, "mamba"), (DELTA, "attention")])
+def test_the_projections_of_a_recurrent_layer_are_its_only_matrices(config, name):
+    table = {each: spec.sharding for each, spec in config.parameters().items()}
+    matrices = {each for each, cut in table.items() if name in each and cut.matrix is not None}
+    assert matrices == {f"layers.0.{name}.{part}.weight" for part in ("in_proj", "out_proj")}
+    assert config.mixers[0].in_proj.fused_sizes == config.mixers[0].widths
+
+
 @pytest.mark.parametrize(
     ("config", "setting"),
     [(MAMBA, "{mamba_num_groups}"), (DELTA, "{linear_num_key_heads:name}")],

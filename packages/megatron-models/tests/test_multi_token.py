@@ -173,6 +173,7 @@ def test_values_shift_inside_documents_only():
     inside = [[[11, 12], [12, 0], [0, 0], [14, 0], [0, 0]]]
     assert shift_within_documents(values, 2).tolist() == whole
     assert shift_within_documents(values, 2, ids).tolist() == inside
+    assert shift_within_documents(values, 7)[0, 0].tolist() == [11, 12, 13, 14, 0, 0, 0]
     assert shift_within_documents(values, 7)[0, :, 5:].tolist() == [[0, 0]] * 5
 
 

@@ -4,7 +4,12 @@ import pytest
 import torch
 from megatron_models import GPT, EncoderDecoderConfig, Placement
 from megatron_parallel import Mesh, collect_shardings
-from megatron_parallel.tensor_parallel import LoRA, freeze_all_but_adapters, merged_parameters
+from megatron_parallel.tensor_parallel import (
+    PLAIN,
+    LoRA,
+    freeze_all_but_adapters,
+    merged_parameters,
+)
 
 ROLES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
 LORA = LoRA(rank=3, alpha=4.0)
@@ -65,6 +70,19 @@ def test_roles_have_the_names_of_megatron(small):
         "mlp.up.lora_a",
         "mlp.up.lora_b",
     }
+
+
+def test_a_tied_output_matrix_has_the_product_of_its_role_but_no_adapter(small):
+    class Own(type(PLAIN)):
+        """Another product."""
+
+    own = Own()
+    for product, used in ((LORA, PLAIN), (own, own)):
+        for untied in (False, True):
+            config = small(untie_embeddings_and_output_weights=untied)
+            placement = Placement(Mesh.single(), products={"output_layer": product})
+            word = GPT(config, placement).embedding.word
+            assert word.product is (None if untied else used)
 
 
 def test_cross_attention_has_its_own_roles():

@@ -1,12 +1,13 @@
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from megatron_kernels import Mask
-from megatron_models import GPT, Dropout, Placement
+from megatron_models import GPT, Dropout, FutureTokens, Placement, shift_within_documents
 from megatron_models.components.context import Context
 from megatron_models.components.stack import run_layers
-from megatron_parallel import DropoutKey, LayoutError, Mesh, RecomputeConfig
+from megatron_parallel import AuxiliaryLosses, DropoutKey, LayoutError, Mesh, RecomputeConfig
 from megatron_parallel.recompute import count_saved_activations
 
 PLANS = {
@@ -103,6 +104,32 @@ def test_block_recomputation_recomputes_the_first_layers_and_saves_the_last(smal
         for name, nbytes in last.by_module.items()
         for number, rest in [(name.split(".")[1], name[len("layers.0") :])]
     }
+
+
+def test_activations_of_the_first_layers_alone_are_in_host_memory(small):
+    config = small(num_layers=4)
+    saved = [
+        of_layers(config, RecomputeConfig(cpu_offloading_num_layers=count)).nbytes
+        for count in range(5)
+    ]
+    each = [more - less for more, less in pairwise(saved)]
+    assert each == [each[0]] * 4 and each[0] > 0
+
+
+@pytest.mark.parametrize(("method", "times"), [("uniform", 2), ("block", 1)])
+def test_depths_are_computed_again_in_uniform_recomputation_alone(small, method, times):
+    plan = RecomputeConfig(granularity="full", method=method, num_layers=1)
+    config = small(mtp_num_layers=1)
+    model = GPT(config, Placement(Mesh.single(), recompute=plan))
+    runs = []
+    model.mtp[0].register_forward_pre_hook(lambda *_: runs.append(1))
+    tokens = torch.randint(config.vocab_size, (2, 9))
+    mask = torch.ones(2, 9)
+    future = FutureTokens(*(shift_within_documents(t, 1) for t in (tokens, tokens, mask, tokens)))
+    future = future._replace(positions=future.positions % 9)
+    losses = AuxiliaryLosses({"mtp_1 loss": 1.0})
+    model(tokens, labels=tokens, future=future, auxiliary_losses=losses).sum().backward()
+    assert len(runs) == times
 
 
 def test_a_pass_without_gradients_saves_nothing_and_runs_once(small):

@@ -71,6 +71,7 @@ def test_a_state_cannot_be_cut_back(cache):
 
 def test_a_new_document_starts_without_the_state(cache):
     context = Context(Mask(), cache=cache, continues=torch.tensor([False, True]))
+    assert read_state(context, 0) is None
     write_state(context, 0, state(3.0), 1)
     found = read_state(context, 0)
     assert not found["conv"][0].any() and bool((found["conv"][1] == 3).all())

@@ -10,7 +10,7 @@ from megatron_optim import (
     sum_of_squares,
 )
 from megatron_optim.clip import GradientNorm
-from megatron_parallel import Mesh, Sharding
+from megatron_parallel import Mesh, ParallelLayout, Sharding
 
 
 def shardings(tensors: dict[str, torch.Tensor]) -> dict[str, Sharding]:
@@ -113,3 +113,13 @@ def test_the_norm_of_every_step_is_that_of_its_gradients(mesh: Mesh) -> None:
     norm = GradientNorm(shardings(given), mesh)
     for names, expected in (("ab", 5.0), ("ab", 5.0), ("abc", 13.0), ("a", 3.0)):
         assert norm({name: given[name] for name in names}, sharded=False) == expected
+
+
+def test_the_second_rank_counts_its_shard_and_no_copy() -> None:
+    """Collectives of an imagined mesh leave the number of this rank as it is."""
+    mesh = Mesh.imagined(ParallelLayout(dp=2), rank=1)
+    gradients = {"a": torch.tensor([3.0])}
+    norm = GradientNorm(shardings(gradients), mesh)
+    found = [float(norm(gradients, sharded=sharded)) for sharded in (False, True, False)]
+    mesh.close()
+    assert found == [0.0, 3.0, 0.0]

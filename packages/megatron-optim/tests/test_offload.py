@@ -1,5 +1,8 @@
 """Which tensors are offloaded, against cases computed by hand, and settings that are refused."""
 
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron_optim import (
@@ -10,6 +13,10 @@ from megatron_optim import (
     StateFormatConfig,
 )
 from megatron_optim.mixed_precision import MainParameters
+from megatron_optim.offload import _slices
+from megatron_optim.offload_config import GRADIENT_BYTES, MAIN_BYTES
+from megatron_optim.param_groups import ParameterGroup
+from megatron_optim.rules import Adam
 from megatron_parallel import Mesh, Sharding, TrainableParameters
 
 AWARE = {"use_precision_aware_optimizer": True}
@@ -77,7 +84,7 @@ def test_an_optimizer_on_a_cpu_offloads_nothing() -> None:
 def test_a_tensor_that_fits_exactly_is_offloaded() -> None:
     assert away(0.5).choose({"a": 50, "b": 40, "c": 10}) == {"a"}
     assert away(1.0).choose({"a": 1}) == {"a"}
-    assert OffloadConfig().choose({"a": 1}) == set()
+    assert OffloadConfig().choose({"a": 1, "empty": 0}) == set()
     assert (away(0.25).fraction, OffloadConfig().fraction) == (0.25, 0.0)
 
 
@@ -143,6 +150,49 @@ def test_offloaded_parameters_are_updated_as_others_are(
             assert (optimizer.steps, optimizer.skipped_steps) == (3, 1)
 
 
+class Stream:
+    """A stream of copies that notes its marks, what waits for them, and joins."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.marks = 0
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self) -> SimpleNamespace:
+        self.marks += 1
+        number = self.marks
+        self.events.append(f"mark {number}")
+        return SimpleNamespace(synchronize=lambda: self.events.append(f"wait {number}"))
+
+    def join(self) -> None:
+        self.events.append("join")
+
+
+def test_each_slice_of_a_step_is_waited_for_and_skipped_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = Stream()
+    monkeypatch.setattr("megatron_optim.offload.SLICE", 200)
+    monkeypatch.setattr("megatron_optim.offload.SideStream.of", lambda _: stream)
+    trained(RULES["adam"], torch.float32, OnCpu(True, 1.0, True), False)
+    steps = " ".join(stream.events).split("join")[:-1]
+    assert len(steps) == 4
+    for step, found in enumerate(steps):  # the groups with and without weight decay
+        marks = range(4 * step + 1, 4 * step + 5)
+        events = ["mark", "wait"] if step != 2 else ["mark"]
+        assert found.split() == [f for each in events for n in marks for f in (each, str(n))]
+
+
+def test_a_slice_ends_once_it_has_enough_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_optim.offload.SLICE", 10)
+    sizes = {"a": 9, "b": 1, "c": 10, "d": 4, "e": 5, "f": 30, "g": 9}
+    group = ParameterGroup(Adam(OptimizerConfig()), 1.0, False, tuple(sizes), {})
+    found = _slices(group, {name: torch.zeros(size) for name, size in sizes.items()})
+    assert ["".join(part.names) for part in found] == ["ab", "c", "def", "g"]
+
+
 @pytest.mark.parametrize("aware", [False, True])
 def test_weights_in_bf16_are_rounded_on_the_host_as_on_the_device(aware: bool) -> None:
     """With remainders, a tie goes away from zero; otherwise it goes to the even number."""
@@ -157,6 +207,16 @@ def test_weights_in_bf16_are_rounded_on_the_host_as_on_the_device(aware: bool) -
     main.round_hosted("a", rounded)
     up = 1 + 2**-7 if aware else 1.0
     assert rounded.tolist() == [up, -up, 2.0]
+
+
+def test_the_host_has_the_bytes_that_are_predicted() -> None:
+    optimizer, weights = trained(RULES["adam"], torch.bfloat16, OnCpu(True), False)
+    elements = sum(weight.numel() for weight in weights.values())
+    host = optimizer._updates._host
+    assert host is not None
+    mains, gradients = optimizer.main.hosted, host._gradients
+    assert sum(main.nbytes for main in mains.values()) == MAIN_BYTES * elements
+    assert sum(gradient.nbytes for gradient in gradients.values()) == GRADIENT_BYTES * elements
 
 
 def test_offloaded_copies_of_full_weights_follow_a_checkpoint() -> None:

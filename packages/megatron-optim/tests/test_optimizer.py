@@ -160,6 +160,7 @@ def test_a_step_with_a_bad_gradient_changes_nothing_and_is_counted(
 
     assert result.skipped
     assert not math.isfinite(result.grad_norm)
+    assert result.clip_coefficient == 1.0
     assert optimizer.scalars() == {"steps": 1, "skipped_steps": 1}
     for name, tensor in network.state_dict().items():
         assert torch.equal(tensor, before[name])
@@ -210,6 +211,15 @@ def test_views_are_named_after_parameters(model: Model, build: Callable[..., Opt
     low = build(model(torch.bfloat16)).views()
     assert {name.rsplit(".", 1)[1] for name in low} == {"exp_avg", "exp_avg_sq", "main"}
     assert {views[0].tensor.dtype for views in low.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "lion", "muon", "adafactor"])
+def test_the_states_of_a_rule_and_of_its_fallback_have_their_names(
+    model: Model, build: Callable[..., Optimizer], name: str
+) -> None:
+    optimizer = build(model(), OptimizerConfig(name))
+    found = {view.rsplit(".", 1)[1] for view in optimizer.views()}
+    assert sorted(optimizer.state_names) == sorted(found)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])

@@ -46,6 +46,7 @@ def test_a_saved_scale_continues() -> None:
         one.update(torch.tensor(overflow))
     assert one.scalars()["loss_scale"] == 2.0**30
     two.load_scalars(one.scalars())
+    assert two.scalars() == one.scalars()
     for overflow in (False, True, False, False, True, True):
         for scaler in (one, two):
             scaler.update(torch.tensor(overflow))

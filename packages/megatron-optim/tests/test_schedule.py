@@ -74,6 +74,11 @@ def test_polynomial_decay_equals_hand_computed_rows(power: float, rates: list[fl
     assert (schedule.at(20), schedule.at(60), schedule.at(61)) == (1.1, 0.1, 0.1)
 
 
+def test_polynomial_decay_is_linear_by_default() -> None:
+    schedule = LearningRateSchedule(max_lr=1.0, decay_samples=4, decay_style="polynomial")
+    assert [schedule.at(n) for n in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+
 def test_weight_decay_grows_and_then_stays_constant() -> None:
     linear = WeightDecaySchedule(0.1, 0.5, 100, "linear")
     assert [linear.at(n) for n in (0, 25, 100, 101, 10**9)] == pytest.approx(

@@ -347,6 +347,16 @@ def test_stochastic_rounding_does_not_depend_on_the_pieces(
     assert len(found[0]["a"].unique()) == 2  # up and down
 
 
+def test_parameters_that_are_rounded_at_random_are_not_cut() -> None:
+    formats = StateFormatConfig(**AWARE, main_params_dtype="bf16")
+    parameters, optimizer = make(formats, OptimizerConfig(**BETAS))
+    gradients = {name: torch.ones_like(p, dtype=FP32) for name, p in parameters.items()}
+    values, mains = optimizer._state.values, optimizer.main.stored
+    calls = (operands(each, mains, gradients, values, BLOCK) for each in optimizer.groups)
+    sizes = [[weight.shape for weight in weights] for each in calls for weights, *_ in each]
+    assert sizes == [[(60, 40)], [(3, BLOCK)], [(40,)]]
+
+
 @pytest.mark.parametrize(("name", "width"), [("fp16", 2), ("fp8", 1)])
 def test_2048_elements_share_an_exponent_of_a_byte(name: str, width: int) -> None:
     for size, exponents in ((1, 1), (2048, 1), (2049, 2)):

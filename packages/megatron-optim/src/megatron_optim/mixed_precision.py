@@ -85,7 +85,7 @@ class MainParameters:
                 self.tensors[name] = parameter
                 self.stored[name] = self._store(name, parameter)
             elif parameter.dtype in HALF_PRECISION:
-                main = parameter.detach().to(torch.float32, copy=True)
+                main = parameter.detach().float()
                 self.tensors[name] = self.copies[name] = main
             else:
                 raise OptimError(
@@ -135,7 +135,7 @@ class MainParameters:
             gradient, dtype = available[name], update_dtype(main)
             if gradient is None:
                 gradient = torch.zeros_like(self._parameters[name], dtype=dtype)
-            gradients[name] = gradient if gradient.dtype == dtype else gradient.to(dtype)
+            gradients[name] = gradient.to(dtype)
         return gradients
 
     def _store(self, name: str, parameter: Tensor) -> MainStored:

@@ -148,7 +148,7 @@ class WeightDecaySchedule:
 
     def at(self, samples: int) -> float:
         """Returns the weight decay after ``samples`` samples have been consumed."""
-        if self.style == "constant" or samples > self.samples:
+        if samples > self.samples:
             return self.end
         ratio = samples / self.samples
         if self.style == "cosine":

@@ -101,12 +101,11 @@ class Sums:
         self, sums: Mapping[str, Float[Tensor, "..."]], over: Over
     ) -> dict[str, Float[Tensor, "..."]]:
         """Adds sums over the dims that tensor-parallel ranks cut, in place; returns them."""
-        axes: dict[str, Axis | None] = {}
-        for name in self.names:
-            cut = self.table[name]
+        axes: dict[str, Axis] = {}
+        for name, cut in self.table.items():
             # Ranks that share an entry of `dim` cut `spill_dim`, which is a dim of rows as well.
-            summed = cut.axis is not None and cut.dim in summed_dims(cut, over)
-            axes[name] = self.mesh.axis(cut.axis) if cut.axis and summed else None
+            if cut.axis is not None and cut.dim in summed_dims(cut, over):
+                axes[name] = self.mesh.axis(cut.axis)
         self._reduce(sums, axes)
         return dict(sums)
 

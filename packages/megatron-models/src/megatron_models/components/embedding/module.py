@@ -36,7 +36,7 @@ class Embedding(nn.Module):
         self.token_types: EmbeddingTable | None = None
         self.norm: Norm | None = None
         self.position_offset = spec.position_offset
-        self.sinusoidal = spec.position_embedding_type == "sinusoidal" and not spec.output_only
+        self.sinusoidal = spec.position_embedding_type == "sinusoidal"
         cut = placement.sequence_parallel
         if (position := spec.position(cut)) is not None:
             self.position = EmbeddingTable(position, placement)

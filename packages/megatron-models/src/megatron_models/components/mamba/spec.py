@@ -87,10 +87,7 @@ class MambaSpec(MambaConfig, NormConfig, Mixer):
         """Returns rates of decay, factors of the values and biases of time steps, all ``[n]``."""
         inits = {"A_log": DECAYS, "D": ONES, "dt_bias": STEPS}
         shape = (self.mamba_num_heads,)
-        return {
-            name: Sharding(shape, "tp", 0, weight_decay=False, init=init)
-            for name, init in inits.items()
-        }
+        return {name: Sharding(shape, "tp", 0, init=init) for name, init in inits.items()}
 
     def norm(self) -> dict[str, Sharding]:
         """Returns the gain of the gated norm ``[g, m d]``."""

@@ -52,17 +52,7 @@ class MaskedLMSpec(NormConfig, MLPConfig, EmbeddingConfig, Head):
 
     def bias(self) -> dict[str, Sharding]:
         """Returns the sharding of the bias of the logits ``[v]``, cut like the output matrix."""
-        return {
-            "bias": Sharding(
-                (self.vocab_size,),
-                "tp",
-                0,
-                self.padded_vocab_size,
-                weight_decay=False,
-                init=ZEROS,
-                vector=True,
-            )
-        }
+        return {"bias": Sharding((self.vocab_size,), "tp", 0, self.padded_vocab_size, init=ZEROS)}
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Returns the parameters of linear layer, norm and bias."""
