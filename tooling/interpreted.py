@@ -16,15 +16,15 @@ needs_triton = pytest.mark.skipif(  # it is an extra of the package
 )
 
 
-def run_interpreted(script: Path, *, sample: bool) -> None:
-    """Runs the tests of a file; raises an error unless all of them pass.
+def run_interpreted(*scripts: Path, sample: bool) -> None:
+    """Runs the tests of files up to the first that fails; raises an error unless all of them pass.
 
     Args:
-        script: The file.
+        scripts: The files.
         sample: Whether slow tests are left out.
     """
     chosen = ("-m", "not slow") if sample else ()
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, str(script))
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", *chosen, *map(str, scripts))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         capture_output=True,

@@ -72,7 +72,7 @@ def _write_outputs(
     token = start + tl.arange(0, TOKENS)
     y = tl.zeros((TOKENS, channel.shape[0]), ACC)
     if HAS_BIAS:
-        y += tl.load(BIAS + channel, mask=known, other=0.0).to(ACC)[None, :]
+        y += tl.load(BIAS + channel, mask=known).to(ACC)[None, :]
     own = token * 0
     if HAS_DOCUMENTS:
         own = _codes(DOCUMENTS, token, s)
@@ -81,7 +81,7 @@ def _write_outputs(
         x = _inputs(X, STATE, earlier, channel, known, s, x_s, channels, HAS_STATE, TAPS, ACC)
         if HAS_DOCUMENTS:
             x = tl.where((_codes(DOCUMENTS, earlier, s) == own)[:, None], x, 0.0)
-        y += x * tl.load(WEIGHT + channel * TAPS + tap, mask=known, other=0.0).to(ACC)[None, :]
+        y += x * tl.load(WEIGHT + channel * TAPS + tap, mask=known).to(ACC)[None, :]
     if HAS_DOCUMENTS:
         y = tl.where((own % 2 == 0)[:, None], y, 0.0)
     at = token.to(tl.int64)[:, None] * y_s + channel[None, :]
@@ -177,7 +177,7 @@ def _backward(
                 follows = follows & (own % 2 == 0) & (_codes(DOCUMENTS, later, s) == own)
             at = later.to(tl.int64)[:, None] * dy_s + channel[None, :]
             dy = tl.load(DY + at, mask=follows[:, None] & known[None, :], other=0.0).to(ACC)
-            weight = tl.load(WEIGHT + channel * TAPS + tap, mask=known, other=0.0).to(ACC)
+            weight = tl.load(WEIGHT + channel * TAPS + tap, mask=known).to(ACC)
             dx += dy * weight[None, :]
             of_tap = tl.sum(dy * x, axis=0)
             sums += tl.where((row == tap)[:, None], of_tap[None, :], 0.0)
