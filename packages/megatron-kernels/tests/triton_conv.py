@@ -37,6 +37,13 @@ def test_convolutions_continue_from_states_shorter_than_the_filter() -> None:
     both_equal(causal_conv, [*one_tap, IDS[:, 18:23]], (0,))
 
 
+def test_tiles_of_one_sequence_are_shared_by_programs() -> None:
+    """Four tiles, of which one program has two."""
+    x, weight = torch.randn(60, 1, 2, dtype=F64), torch.randn(2, 2, dtype=F64)
+    ids = torch.tensor([[1] * 20 + [2] * 33 + [-1] * 7])
+    both_equal(causal_conv, [x, weight, torch.randn(2, dtype=F64), ids])
+
+
 def test_more_channels_than_a_program_holds() -> None:
     x, weight = torch.randn(5, 1, 131, dtype=F64), torch.randn(131, 3, dtype=F64)
     both_equal(causal_conv, [x, weight, torch.randn(131, dtype=F64)])

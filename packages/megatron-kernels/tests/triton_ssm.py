@@ -103,9 +103,16 @@ def test_steps_have_limits_and_no_gradient_beyond() -> None:
     "part", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["outputs", "last state"]
 )
 def test_one_output_alone_has_gradients(part: int) -> None:
-    given = inputs_of_scan(CHUNK + 3)
+    given = inputs_of_scan(CHUNK + 3, heads=4)  # two programs for the heads of a group
     given[5] = given[6] = given[8] = None
     both_equal(ssd_scan, given, (part,))
+
+
+def test_more_heads_than_a_program_of_steps_holds() -> None:
+    x, dt = torch.randn(3, 1, 33, 2, dtype=F64), torch.randn(3, 1, 33, dtype=F64)
+    b, c = (torch.randn(3, 1, 1, 2, dtype=F64) for _ in range(2))
+    rates, bias = -torch.rand(33, dtype=F64), torch.randn(33, dtype=F64)
+    both_equal(ssd_scan, [x, dt, rates, b, c, None, bias, None, None])
 
 
 def test_states_of_several_tiles_equal_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
