@@ -16,22 +16,22 @@ needs_triton = pytest.mark.skipif(  # it is an extra of the package
 )
 
 
-def run_interpreted(script: Path, *, sample: bool) -> None:
-    """Runs the tests of a file; raises an error unless all of them pass.
+def run_interpreted(*scripts: Path, sample: bool) -> None:
+    """Runs the tests of files up to the first that fails; raises an error unless all of them pass.
 
     Args:
-        script: The file.
+        scripts: The files, which can import modules of the folder of the first.
         sample: Whether slow tests are left out.
     """
     chosen = ("-m", "not slow") if sample else ()
-    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, str(script))
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", *chosen, *map(str, scripts))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         capture_output=True,
         text=True,
         timeout=1800,
         check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": _with(scripts[0].parent)},
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     summary = done.stdout.splitlines()[-1]
@@ -45,15 +45,18 @@ def run_script(script: str, **environment: str) -> str:
         script: The code.
         environment: More variables of its environment.
     """
-    folders = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
-    path = os.pathsep.join(folder for folder in folders if folder)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**os.environ, "PYTHONPATH": _with(Path(__file__).parent), **environment},
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
+
+
+def _with(folder: Path) -> str:
+    """Returns the folders from which modules are imported, with one before them."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))

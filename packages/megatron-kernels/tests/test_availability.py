@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_kernels import KernelError, availability, library_availability
-from megatron_kernels._compat import has_gpu, lacks_gpu
+from megatron_kernels._compat import has_gpu, lacks_gpu, missing_gpu_reason, outside_graphs
 from megatron_kernels.availability import LIBRARIES, Library, library, probe, unavailable_reason
 from megatron_kernels.ops import triton_op
 from megatron_kernels.ops.optional import missing_library
 from packaging.requirements import Requirement
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 @pytest.fixture
@@ -127,6 +128,15 @@ def test_a_gpu_is_what_the_driver_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not has_gpu() and lacks_gpu()
 
 
+def test_only_tensors_with_values_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2)
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    for count, reason in ((0, "the driver finds no GPU"), (1, None)):
+        monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda n=count: n, raising=False)
+        assert missing_gpu_reason(x) == reason and missing_gpu_reason(fake) is None
+
+
 def test_versions_and_hints_of_libraries_are_those_of_the_extras_of_the_package() -> None:
     required = [Requirement(each) for each in importlib.metadata.requires("megatron-kernels") or ()]
     for each in LIBRARIES:
@@ -177,3 +187,15 @@ def test_the_compiler_takes_what_a_machine_has_for_a_constant() -> None:
     """By the mark of `torch.compiler.assume_constant_result`."""
     for function in (triton_op.interprets, missing_library, lacks_gpu):
         assert vars(function)["_dynamo_marked_constant"] is True
+
+
+def test_the_compiler_calls_a_function_outside_graphs_as_it_is() -> None:
+    """By the marks of `torch.compiler.disable`."""
+
+    @outside_graphs
+    def called() -> int:
+        """Says why."""
+        return 3
+
+    marks = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": "Says why."}
+    assert called() == 3 and marks.items() <= vars(called).items()

@@ -49,6 +49,8 @@ def test_calls_of_activations_and_softmax() -> None:
     }
     for label, given in calls("softmax").items():
         assert (given["allowed"] is not None) == (label == "masked")
+        if label == "masked":  # not in all places of a row
+            assert 0 < float(given["allowed"][0].double().mean()) < 1
     for label, given in calls("linear").items():
         assert (given["bias"] is None) == (len(given["x"]) > 64) == (label == "several tiles")
 
@@ -60,6 +62,7 @@ def test_calls_of_rotations(dtype: torch.dtype) -> None:
             cos, x = given["cos"], given["x" if name == "rope" else "fused"]
             assert cos.dtype == given["sin"].dtype == (F64 if dtype is F64 else F32)
             assert given["interleaved"] == ("interleaved" in label)
+            assert (given["sin"][..., -1] >= 0).all()  # of the lowest frequency: no position is < 0
             parts = 4 if "partial" in label or "repeated" in label else 2
             assert cos.shape[2] == x.shape[-1] // parts
             if cos.shape[1] > 1:  # samples have positions of their own
@@ -152,7 +155,7 @@ def test_calls_of_scans_and_convolutions() -> None:
             if name == "gated_delta_rule":
                 decay, rate = (given[each] for each in ("log_decay", "beta"))
                 assert (decay <= 0).all() and ((rate > 0) & (rate < 1)).all()
-                assert decay.requires_grad and rate.requires_grad
+                assert decay.requires_grad and rate.requires_grad and given["l2_norm"] is True
 
 
 def test_calls_of_low_precision() -> None:

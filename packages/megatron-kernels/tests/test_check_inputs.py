@@ -138,12 +138,16 @@ def test_cases_have_rows_that_a_careless_kernel_would_turn_into_nan() -> None:
     tailed = arguments("grouped_matmul", "tail")
     assert isinstance(tailed[0], Tensor) and isinstance(tailed[2], Tensor)
     assert len(tailed[0]) > tailed[2].sum() and tailed[3] is True
+    whole = arguments("grouped_matmul", "")
+    assert isinstance(whole[0], Tensor) and len(whole[0]) == counts.sum() and whole[3] is False
 
 
 def test_cases_have_fewer_rows_than_choices_and_rows_of_no_choice() -> None:
     few = arguments("permute", "fewer rows than choices")
     assert isinstance(few[0], Tensor) and isinstance(few[1], Tensor)
     assert len(few[1]) < 3 * len(few[0])
+    order = arguments("permute", "")[1]
+    assert isinstance(order, Tensor) and order[-2:].tolist() == [6, 7]  # of no expert
     none = arguments("unpermute", "rows of no choice")[1]
     assert isinstance(none, Tensor) and (none == -1).any() and (none >= 0).any()
 

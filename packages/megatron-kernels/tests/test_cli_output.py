@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron_kernels import check as check_module
 from megatron_kernels._progress import progress
+from megatron_kernels.bench import ROUNDS
 from megatron_kernels.check import Result
 from megatron_kernels.cli import build_parser, main
 from megatron_kernels.registry import NEVER_RUN
@@ -149,7 +150,7 @@ def test_defaults_are_a_cpu_float32_all_dtypes_and_all_inputs() -> None:
     assert check.inputs == list(check_module.INPUTS)
     bench = parse(["bench"])
     assert (bench.ops, bench.device, bench.dtype, bench.size) == ([], "cpu", "float32", "medium")
-    assert (bench.rounds, bench.backends, bench.picture) == (7, None, None)
+    assert (bench.rounds, bench.backends, bench.picture) == (ROUNDS, None, None)
 
 
 def test_a_single_round_can_be_measured_and_no_fewer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,6 +225,7 @@ def test_a_choice_prints_one_line_per_backend_and_marks_the_chosen_one() -> None
 def test_an_operation_looks_like_its_function_and_cannot_be_changed() -> None:
     assert half.name == half.__name__ == "half"
     assert half.__doc__ == "Returns half of a number."
+    assert repr(half).count("name='halve'") == 1  # each backend once
     assert list(inspect.signature(half).parameters) == ["x", "backend"]
     with pytest.raises(AttributeError):
         half.backends = ()  # type: ignore[misc]

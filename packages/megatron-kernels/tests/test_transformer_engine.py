@@ -69,6 +69,9 @@ def test_norms_equal_the_reference(zero_centered: bool) -> None:
         lambda *a: layer_norm(*a, 1e-5, zero_centered, backend="reference"),
         *(x, gain, shift),
     )
+    for plain, given in ((norm.layer_norm, (gain, shift)), (norm.rms_norm, (gain,))):
+        by_default = plain(x, *given, 1e-5)  # a gain that is not centered at zero
+        assert torch.equal(by_default, plain(x, *given, 1e-5, zero_centered)) != zero_centered
     for values in (x, drawn(3, 16, 5).transpose(1, 2)):
         compared(
             lambda *a: norm.rms_norm(*a, 1e-5, zero_centered),

@@ -17,6 +17,11 @@ def test_kernels_in_tritons_interpreter_equal_the_references(sample: bool) -> No
     run_interpreted(HERE / "triton_interpreter.py", sample=sample)
 
 
+@needs_triton
+def test_kernels_of_rows_pages_and_casts_in_tritons_interpreter_equal_the_references() -> None:
+    run_interpreted(HERE / "triton_rows.py", HERE / "triton_pages.py", sample=True)
+
+
 COMPILED = """
 import torch
 from megatron_kernels.cases import CASES

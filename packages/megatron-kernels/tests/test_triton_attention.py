@@ -22,6 +22,12 @@ def test_kernels_in_tritons_interpreter_equal_the_reference(sample: bool) -> Non
     run_interpreted(HERE / "triton_attention.py", sample=sample)
 
 
+@needs_triton
+@pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_kernels_in_tritons_interpreter_read_and_keep_what_they_may(sample: bool) -> None:
+    run_interpreted(HERE / "triton_attention_tiles.py", sample=sample)
+
+
 def drawn(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
     return numbers.to(device, dtype).requires_grad_()

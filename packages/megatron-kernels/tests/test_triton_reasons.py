@@ -21,6 +21,7 @@ from megatron_kernels import (
     bias_dropout_add,
     bias_gelu,
     causal_conv,
+    fuses_on,
     layer_norm,
     paged_attention,
     rms_norm,
@@ -62,6 +63,10 @@ def test_numbers_of_16_to_64_bits_on_a_gpu_are_supported() -> None:
         assert found == f"needs floating-point numbers of 16, 32 or 64 bits, got {dtype}"
     found = triton_op.unsupported_reason(of(2), of(2, device="cpu"))
     assert found == "needs a CUDA tensor, x is on cpu"
+
+
+def test_operations_of_our_kernels_fuse_on_a_gpu() -> None:
+    assert fuses_on(bias_gelu, "cuda", BF16) and not fuses_on(causal_conv, "cuda", BF16)
 
 
 def test_a_program_holds_rows_of_65536_elements() -> None:

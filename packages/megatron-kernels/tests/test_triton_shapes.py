@@ -198,6 +198,26 @@ def test_a_gpu_without_a_driver_or_triton_is_a_reason_for_tensors_with_values(
     assert found == expected
 
 
+VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "columns": (lambda x: x[0, 0, :, 0, :6], True),
+    "heads of a projection": (lambda x: x[..., 2, :], True),
+    "a group of heads": (lambda x: x[:, 1:, :, 0], False),  # rows at two distances
+    "single channels": (lambda x: x[0, 0, 0].mT[:, :1], True),
+    "channels apart": (lambda x: x[0, 0, 0].mT, False),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_norms_read_rows_at_equal_distances_in_place(name: str) -> None:
+    view, in_place = VIEWS[name]
+    saved: list[Tensor] = []
+    with FakeTensorMode(), saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        x = view(torch.empty(3, 2, 5, 4, 8)).requires_grad_()
+        rms_norm(x, None, backend="triton")
+    (own,) = (each for each in saved if each.shape == x.shape)
+    assert (own.stride() == x.stride()) is in_place
+
+
 def test_only_a_last_dim_that_is_not_contiguous_is_copied() -> None:
     x = torch.ones(3, 4)
     for view in (x, x[::2], x[:, :2], x[None]):

@@ -10,8 +10,14 @@ HERE = Path(__file__).parent
 
 @needs_triton
 @pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_kernels_in_tritons_interpreter_equal_the_reference(sample: bool) -> None:
+def test_scans_in_tritons_interpreter_equal_the_reference(sample: bool) -> None:
     run_interpreted(HERE / "triton_ssm.py", sample=sample)
+
+
+@needs_triton
+@pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_convolutions_in_tritons_interpreter_equal_the_reference(sample: bool) -> None:
+    run_interpreted(HERE / "triton_conv.py", sample=sample)
 
 
 SIZES = """

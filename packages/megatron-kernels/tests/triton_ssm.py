@@ -1,4 +1,4 @@
-"""Tests of the Triton kernels of scan and convolution in Triton's interpreter.
+"""Tests of the Triton kernels of the scan in Triton's interpreter.
 
 `test_triton_ssm.py` runs them. Chunks are of 16 tokens, so that short sequences have several.
 """
@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
 from megatron_kernels import KernelError, causal_conv, ssd_scan
 from megatron_kernels.case import Case
 from megatron_kernels.cases import CASES
 from megatron_kernels.check import check_backend
 from megatron_kernels.ops.ssm import triton_scan
 from megatron_kernels.registry import Op
-from megatron_kernels.triton_kernels import causal_conv as kernels_of_conv
 from megatron_kernels.triton_kernels import ssd_backward as kernels_of_scan
 from megatron_kernels.triton_kernels import ssd_step as kernels_of_step
 from megatron_kernels.triton_kernels.ssd_parts import TILINGS
@@ -105,9 +103,16 @@ def test_steps_have_limits_and_no_gradient_beyond() -> None:
     "part", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["outputs", "last state"]
 )
 def test_one_output_alone_has_gradients(part: int) -> None:
-    given = inputs_of_scan(CHUNK + 3)
+    given = inputs_of_scan(CHUNK + 3, heads=4)  # two programs for the heads of a group
     given[5] = given[6] = given[8] = None
     both_equal(ssd_scan, given, (part,))
+
+
+def test_more_heads_than_a_program_of_steps_holds() -> None:
+    x, dt = torch.randn(3, 1, 33, 2, dtype=F64), torch.randn(3, 1, 33, dtype=F64)
+    b, c = (torch.randn(3, 1, 1, 2, dtype=F64) for _ in range(2))
+    rates, bias = -torch.rand(33, dtype=F64), torch.randn(33, dtype=F64)
+    both_equal(ssd_scan, [x, dt, rates, b, c, None, bias, None, None])
 
 
 def test_states_of_several_tiles_equal_the_recurrence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,34 +173,6 @@ def test_views_of_a_projection_are_read_in_place() -> None:
     both_equal(causal_conv, [x, torch.randn(6, 4, dtype=F64)])
 
 
-@pytest.mark.parametrize("taps", [1, 2, 4])
-def test_convolutions_of_several_tiles_equal_the_reference(
-    taps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels_of_conv, "_SCANNED", tl.constexpr(16))  # ids that are read at once
-    x, weight = torch.randn(LENGTH, 2, 3, dtype=F64), torch.randn(3, taps, dtype=F64)
-    state = torch.randn(2, taps - 1, 3, dtype=F64)
-    both_equal(causal_conv, [x, weight, None, None, state])
-    both_equal(causal_conv, [x, weight, torch.randn(3, dtype=F64), IDS, state])
-    both_equal(causal_conv, [x, weight, None, IDS, None], (1,) if taps > 1 else (0,))
-
-
-def test_convolutions_continue_from_states_shorter_than_the_filter() -> None:
-    weight, state = torch.randn(3, 4, dtype=F64), torch.randn(2, 3, 3, dtype=F64)
-    for length in (1, 2):
-        ids = torch.tensor([[0, 0], [1, -1]])[:, :length]
-        both_equal(causal_conv, [torch.randn(length, 2, 3, dtype=F64), weight, None, ids, state])
-    both_equal(causal_conv, [torch.randn(2, 2, 3, dtype=F64), weight], (0,))
-    one_tap = [torch.randn(5, 2, 3, dtype=F64), weight[:, :1], weight[:, 1]]
-    both_equal(causal_conv, one_tap, (0,))
-    both_equal(causal_conv, [*one_tap, IDS[:, 18:23]], (0,))
-
-
-def test_more_channels_than_a_program_holds() -> None:
-    x, weight = torch.randn(5, 1, 131, dtype=F64), torch.randn(131, 3, dtype=F64)
-    both_equal(causal_conv, [x, weight, torch.randn(131, dtype=F64)])
-
-
 def case(op: Op[..., Any], label: str) -> Case:
     return next(each for each in CASES if each.op is op and each.label == label)
 
@@ -210,17 +187,6 @@ def test_check_catches_a_backward_pass_without_documents(monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels_of_scan, "ssd_backward", wrong)
     result = check_backend(one, one.op.backend("triton"), F64, torch.device("cpu"))
     assert result.error < 1e-12 and not result.passed
-
-
-def test_check_catches_a_convolution_without_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = kernels_of_conv.causal_conv_forward
-
-    def wrong(*given: Any) -> Any:
-        return true(*given[:4], None)
-
-    one = case(causal_conv, "state")
-    monkeypatch.setattr(kernels_of_conv, "causal_conv_forward", wrong)
-    assert not check_backend(one, one.op.backend("triton"), F64, torch.device("cpu")).passed
 
 
 def test_unsupported_calls_have_exact_reasons() -> None:

@@ -25,7 +25,7 @@ def layer_norm(
 
 
 def layer_norm_unsupported_reason(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
 ) -> str | None:
     """Returns why Transformer Engine does not support these arguments."""
     return "needs a bias" if bias is None else library.te_unsupported_reason(x, weight, bias)
@@ -37,9 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
     return y
 
 
-def rms_norm_unsupported_reason(
-    x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False
-) -> str | None:
+def rms_norm_unsupported_reason(x: Tensor, weight: Tensor | None, *_: Any) -> str | None:
     """Returns why Transformer Engine does not support these arguments."""
     return "needs a gain" if weight is None else library.te_unsupported_reason(x, weight)
 

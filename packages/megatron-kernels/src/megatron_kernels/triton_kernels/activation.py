@@ -62,11 +62,11 @@ def _pointwise(
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = column < f
     at = row * f + column
-    x = tl.load(X + at, mask=inside, other=0.0).to(ACC)
+    x = tl.load(X + at, mask=inside).to(ACC)
     if HAS_BIAS:
-        x += tl.load(BIAS + column, mask=inside, other=0.0).to(ACC)
+        x += tl.load(BIAS + column, mask=inside).to(ACC)
     if BACKWARD:
-        out = tl.load(DY + at, mask=inside, other=0.0).to(ACC) * _slope(x, KIND)
+        out = tl.load(DY + at, mask=inside).to(ACC) * _slope(x, KIND)
     else:
         out = _activate(x, KIND)
     tl.store(OUT + at, out, mask=inside)
@@ -84,11 +84,11 @@ def _glu(
     inside = column < f
     at = row * f + column
     first = 2 * row * f + column
-    gate = tl.load(X + first, mask=inside, other=0.0).to(ACC)
-    up = tl.load(X + first + f, mask=inside, other=0.0).to(ACC)
+    gate = tl.load(X + first, mask=inside).to(ACC)
+    up = tl.load(X + first + f, mask=inside).to(ACC)
     if HAS_BIAS:
-        gate += tl.load(BIAS + column, mask=inside, other=0.0).to(ACC)
-        up += tl.load(BIAS + f + column, mask=inside, other=0.0).to(ACC)
+        gate += tl.load(BIAS + column, mask=inside).to(ACC)
+        up += tl.load(BIAS + f + column, mask=inside).to(ACC)
     gate_beyond = gate > bound
     up_beyond = tl.abs(up) > bound
     if BOUNDED:
@@ -96,7 +96,7 @@ def _glu(
         up = tl.where(up > bound, bound, tl.where(up < -bound, -bound, up))
     up += offset
     if BACKWARD:
-        dy = tl.load(DY + at, mask=inside, other=0.0).to(ACC)
+        dy = tl.load(DY + at, mask=inside).to(ACC)
         of_gate = dy * up * _slope(gate, KIND)
         of_up = dy * _activate(gate, KIND)
         if BOUNDED:

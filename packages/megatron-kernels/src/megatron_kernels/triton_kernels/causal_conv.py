@@ -31,12 +31,12 @@ def _inputs(
     X, STATE, token, channel, known, s, x_s, channels,
     HAS_STATE: tl.constexpr, TAPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Returns inputs of tokens, which may be before the first; zeros if not ``known``."""
+    """Returns inputs of tokens, up to ``TAPS`` - 1 before the first; zeros if not ``known``."""
     within = (token >= 0) & (token < s)
     at = token.to(tl.int64)[:, None] * x_s + channel[None, :]
     x = tl.load(X + at, mask=within[:, None] & known[None, :], other=0.0).to(ACC)
     if HAS_STATE:
-        before = (token < 0) & (token > -TAPS)
+        before = token < 0
         at = (token + TAPS - 1)[:, None] * channels + channel[None, :]
         x += tl.load(STATE + at, mask=before[:, None] & known[None, :], other=0.0).to(ACC)
     return x
@@ -50,7 +50,10 @@ def _codes(DOCUMENTS, token, s):
 
 @triton.jit
 def _last_token(DOCUMENTS, s, HAS_DOCUMENTS: tl.constexpr):
-    """Returns the last token that is no padding, and its code; -1 and 0 if there is none."""
+    """Returns the last token that is no padding, and its code; -1 and 0 if there is none.
+
+    Without documents, the second is any number.
+    """
     last = tl.full((), s, tl.int32) - 1
     if HAS_DOCUMENTS:
         last = tl.full((), -1, tl.int32)
@@ -59,7 +62,7 @@ def _last_token(DOCUMENTS, s, HAS_DOCUMENTS: tl.constexpr):
             real = _codes(DOCUMENTS, token, s) % 2 == 0
             last = tl.maximum(last, tl.max(tl.where(real, token, -1), axis=0))
         return last, tl.load(DOCUMENTS + last, mask=last >= 0, other=0)
-    return last, last * 0
+    return last, last
 
 
 @triton.jit
@@ -72,8 +75,7 @@ def _write_outputs(
     token = start + tl.arange(0, TOKENS)
     y = tl.zeros((TOKENS, channel.shape[0]), ACC)
     if HAS_BIAS:
-        y += tl.load(BIAS + channel, mask=known, other=0.0).to(ACC)[None, :]
-    own = token * 0
+        y += tl.load(BIAS + channel, mask=known).to(ACC)[None, :]
     if HAS_DOCUMENTS:
         own = _codes(DOCUMENTS, token, s)
     for tap in tl.static_range(TAPS):
@@ -81,7 +83,7 @@ def _write_outputs(
         x = _inputs(X, STATE, earlier, channel, known, s, x_s, channels, HAS_STATE, TAPS, ACC)
         if HAS_DOCUMENTS:
             x = tl.where((_codes(DOCUMENTS, earlier, s) == own)[:, None], x, 0.0)
-        y += x * tl.load(WEIGHT + channel * TAPS + tap, mask=known, other=0.0).to(ACC)[None, :]
+        y += x * tl.load(WEIGHT + channel * TAPS + tap, mask=known).to(ACC)[None, :]
     if HAS_DOCUMENTS:
         y = tl.where((own % 2 == 0)[:, None], y, 0.0)
     at = token.to(tl.int64)[:, None] * y_s + channel[None, :]
@@ -166,7 +168,6 @@ def _backward(
     for start in range(first, s, parts * TOKENS):
         token = start + tl.arange(0, TOKENS)
         x = _inputs(X, STATE, token, channel, known, s, x_s, channels, HAS_STATE, TAPS, ACC)
-        own = token * 0
         if HAS_DOCUMENTS:
             own = _codes(DOCUMENTS, token, s)
         dx = tl.zeros((TOKENS, CHANNELS), ACC)
@@ -177,14 +178,14 @@ def _backward(
                 follows = follows & (own % 2 == 0) & (_codes(DOCUMENTS, later, s) == own)
             at = later.to(tl.int64)[:, None] * dy_s + channel[None, :]
             dy = tl.load(DY + at, mask=follows[:, None] & known[None, :], other=0.0).to(ACC)
-            weight = tl.load(WEIGHT + channel * TAPS + tap, mask=known, other=0.0).to(ACC)
+            weight = tl.load(WEIGHT + channel * TAPS + tap, mask=known).to(ACC)
             dx += dy * weight[None, :]
             of_tap = tl.sum(dy * x, axis=0)
             sums += tl.where((row == tap)[:, None], of_tap[None, :], 0.0)
             if tap == TAPS - 1:  # the token itself
                 of_bias = tl.sum(dy, axis=0)
                 sums += tl.where((row == TAPS)[:, None], of_bias[None, :], 0.0)
-        if HAS_NEXT and TAPS > 1:
+        if HAS_NEXT:
             entry = token - last + TAPS - 2
             passes = (entry >= 0) & (entry < TAPS - 1)
             if HAS_DOCUMENTS:

@@ -43,15 +43,15 @@ def _dropout(
     channel = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < h
     at = token * h + channel
-    x = tl.load(X + at, mask=inside, other=0.0).to(ACC)
+    x = tl.load(X + at, mask=inside).to(ACC)
     if HAS_BIAS:
-        x += tl.load(BIAS + channel, mask=inside, other=0.0).to(ACC)
+        x += tl.load(BIAS + channel, mask=inside).to(ACC)
     key0 = tl.load(WORD0 + token) + site0
     key1 = tl.load(WORD1 + token) ^ site1
     bits = hashed(folded(channel ^ key0.to(tl.int32), 17), folded(key1.to(tl.int32), 11))
     x = tl.where(bits < least, 0.0, x * exact(scale, rest, ACC))
     if ADDS:
-        x += tl.load(RESIDUAL + at, mask=inside, other=0.0).to(ACC)
+        x += tl.load(RESIDUAL + at, mask=inside).to(ACC)
     tl.store(OUT + at, x, mask=inside)
 
 

@@ -35,21 +35,21 @@ def _add(
     inside = column < h
     row = tl.load(ROWS + number)
     before = tl.load(ROWS + number - 1, mask=number > 0, other=-1)
-    if (row < rows) & ((number == 0) | (before != row)):
+    if (row < rows) & (before != row):
         total = tl.zeros((BLOCK,), ACC)
         first = number
         same = True
         while same:
             places = first + tl.arange(0, STEPS)
             own = tl.load(ROWS + places, mask=places < tokens, other=-1) == row
-            token = tl.load(ORDER + places, mask=own, other=0).to(tl.int64)
+            token = tl.load(ORDER + places, mask=own).to(tl.int64)
             at = DY + token[:, None] * h + column[None, :]
             dy = tl.load(at, mask=own[:, None] & inside[None, :], other=0.0)
             total += tl.sum(dy.to(ACC), axis=0)
             first += STEPS
             same = tl.sum(own.to(tl.int32), axis=0) == STEPS
         at = row.to(tl.int64) * h + column
-        total += tl.load(INTO + at, mask=inside, other=0.0).to(ACC)
+        total += tl.load(INTO + at, mask=inside).to(ACC)
         tl.store(INTO + at, total, mask=inside)
 
 

@@ -52,7 +52,7 @@ def _backward(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(LOGITS + row * row_stride + at, mask=at < valid, other=0.0).to(ACC)
+    x = tl.load(LOGITS + row * row_stride + at, mask=at < valid).to(ACC)
     p = tl.exp(x - tl.load(LSE + row)) - EVERYWHERE
     p -= tl.where(at == tl.load(TARGETS + row), AT_TARGET, 0.0)
     dloss = tl.load(DLOSS + row)

@@ -42,12 +42,12 @@ def _forward(
     tl.store(SCALE + row, scale)
     y = x * scale
     if HAS_WEIGHT:
-        gain = tl.load(WEIGHT + columns, mask=inside, other=0.0).to(ACC)
+        gain = tl.load(WEIGHT + columns, mask=inside).to(ACC)
         if ZERO_CENTERED:
             gain += 1.0
         y *= gain
     if HAS_BIAS:
-        y += tl.load(BIAS + columns, mask=inside, other=0.0).to(ACC)
+        y += tl.load(BIAS + columns, mask=inside).to(ACC)
     tl.store(Y + at, y, mask=inside)
 
 
@@ -85,7 +85,7 @@ def _backward(
             dx -= tl.sum(dy, axis=0) / h
         dx *= scale
         if ADDS:
-            dx += tl.load(DSUM + at, mask=inside, other=0.0).to(ACC)
+            dx += tl.load(DSUM + at, mask=inside).to(ACC)
         tl.store(DX + at, dx, mask=inside)
     if HAS_WEIGHT:
         tl.store(DWEIGHT + program * h + columns, of_weight, mask=inside)

@@ -20,9 +20,9 @@ def _move(
     SOURCE, TARGET, source, target, wanted, stride, COPIES: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
     """Writes elements, summed over copies of the source, which are `stride` elements apart."""
-    x = tl.load(SOURCE + source, mask=wanted, other=0.0).to(ACC)
+    x = tl.load(SOURCE + source, mask=wanted).to(ACC)
     for copy in range(1, COPIES):
-        x += tl.load(SOURCE + source + copy * stride, mask=wanted, other=0.0).to(ACC)
+        x += tl.load(SOURCE + source + copy * stride, mask=wanted).to(ACC)
     tl.store(TARGET + target, x, mask=wanted)
 
 
@@ -35,11 +35,11 @@ def _rotate(
 
     Sums over copies of the source, which are `stride` elements apart.
     """
-    one = tl.load(SOURCE + source + first, mask=wanted, other=0.0).to(ACC)
-    two = tl.load(SOURCE + source + second, mask=wanted, other=0.0).to(ACC)
+    one = tl.load(SOURCE + source + first, mask=wanted).to(ACC)
+    two = tl.load(SOURCE + source + second, mask=wanted).to(ACC)
     for copy in range(1, COPIES):
-        one += tl.load(SOURCE + source + first + copy * stride, mask=wanted, other=0.0).to(ACC)
-        two += tl.load(SOURCE + source + second + copy * stride, mask=wanted, other=0.0).to(ACC)
+        one += tl.load(SOURCE + source + first + copy * stride, mask=wanted).to(ACC)
+        two += tl.load(SOURCE + source + second + copy * stride, mask=wanted).to(ACC)
     tl.store(TARGET + target + first, one * c - two * s, mask=wanted)
     tl.store(TARGET + target + second, two * c + one * s, mask=wanted)
 
@@ -66,8 +66,8 @@ def _rope(
     v = row * v_s + sample * v_b + group.to(tl.int64) * COPIES * v_n
     pair = tl.arange(0, HALF)
     here = pair < half
-    c = tl.load(COS + row * cos_s + sample * cos_b + pair, mask=here, other=0.0).to(ACC)[None, :]
-    s = tl.load(SIN + row * cos_s + sample * cos_b + pair, mask=here, other=0.0).to(ACC)[None, :]
+    c = tl.load(COS + row * cos_s + sample * cos_b + pair, mask=here).to(ACC)[None, :]
+    s = tl.load(SIN + row * cos_s + sample * cos_b + pair, mask=here).to(ACC)[None, :]
     s = s * direction
     if INTERLEAVED:
         first, second = 2 * pair, 2 * pair + 1

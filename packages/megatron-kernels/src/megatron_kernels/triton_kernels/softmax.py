@@ -25,8 +25,8 @@ def _forward(
     at = row * t + columns
     allowed = inside
     if MASKED:
-        allowed = inside & (tl.load(ALLOWED + at, mask=inside, other=0) != 0)
-    x = tl.load(SCORES + at, mask=allowed, other=0.0).to(ACC) * exact(scale, rest, ACC)
+        allowed = inside & (tl.load(ALLOWED + at, mask=inside) != 0)
+    x = tl.load(SCORES + at, mask=allowed).to(ACC) * exact(scale, rest, ACC)
     x = tl.where(allowed, x, float("-inf"))
     top = tl.max(x, axis=0)
     power = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))

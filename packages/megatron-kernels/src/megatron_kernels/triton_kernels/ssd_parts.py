@@ -176,12 +176,15 @@ def limited(
 
 @triton.jit
 def load_documents(DOCUMENTS, sample, tokens, s, HAS_DOCUMENTS: tl.constexpr):
-    """Returns the documents of tokens, and which tokens exist and are no padding."""
+    """Returns the documents of tokens, and which tokens exist and are no padding.
+
+    Without documents, the first are any numbers; so is that of `document_before`.
+    """
     inside = tokens < s
     if HAS_DOCUMENTS:
         code = tl.load(DOCUMENTS + sample * s + tokens, mask=inside, other=1).to(tl.int32)
         return code // 2, inside & (code % 2 == 0)
-    return tokens * 0, inside
+    return tokens, inside
 
 
 @triton.jit
@@ -190,7 +193,7 @@ def document_before(DOCUMENTS, sample, start, s, HAS_DOCUMENTS: tl.constexpr):
     if HAS_DOCUMENTS:
         at = DOCUMENTS + sample * s + start - 1
         return tl.load(at, mask=start > 0, other=0).to(tl.int32) // 2
-    return start * 0
+    return start
 
 
 @triton.jit

@@ -35,7 +35,6 @@ def _step(
     if HAS_BIAS:
         raw += tl.load(BIAS + head).to(ACC)
     step = limited(softplus(raw), low, low_rest, high, high_rest, LIMITED, ACC)
-    real = True
     if HAS_DOCUMENTS:
         real = tl.load(REAL + sample) % 2 == 0
         step = tl.where(real, step, 0.0)

@@ -117,7 +117,7 @@ def _arguments(call: AttentionCall) -> tuple[Tensors, tuple[int, ...], tuple[flo
     """Returns the tensors, numbers and factors of `Call` of the kernels."""
     mask, scores, extent = call.mask, call.scores, call.extent()
     documents = positions = prefixes = dense = None
-    rules = (0, 0, 0, 0)  # window, chunk, prefix, causal
+    rules = (0,) * 4  # window, chunk, prefix, causal
     if not mask.has_rules:
         dense = mask.allowed(*extent).contiguous()
     else:
@@ -138,7 +138,7 @@ def _arguments(call: AttentionCall) -> tuple[Tensors, tuple[int, ...], tuple[flo
 def _dropout(dropout: Any, keys: int) -> tuple[Tensors, tuple[int, ...], float]:
     """Returns the words and columns of dropout, its numbers and its factor."""
     if dropout is None:
-        return (None, None, None), (0, 0, 0, 0, 0), 1.0
+        return (None,) * 3, (0,) * 5, 1.0
     found = dropout.hash_numbers(keys)
     first = _signed(found.first_head * found.length)
     words = (found.word0.contiguous(), found.word1.contiguous(), _line(found.columns))

@@ -126,9 +126,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool =
     return y
 
 
-def rms_norm_unsupported_reason(
-    x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool = False
-) -> str | None:
+def rms_norm_unsupported_reason(x: Tensor, weight: Tensor | None, *_: Any) -> str | None:
     """Returns why the kernels do not support these arguments."""
     return triton_op.unsupported_reason(x, weight, row=x.shape[-1])
 
@@ -142,7 +140,7 @@ def layer_norm(
 
 
 def layer_norm_unsupported_reason(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any
 ) -> str | None:
     """Returns why the kernels do not support these arguments."""
     return triton_op.unsupported_reason(x, weight, bias, row=x.shape[-1])
@@ -159,7 +157,7 @@ def add_rms_norm(
 
 
 def add_rms_norm_unsupported_reason(
-    x: Tensor, added: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool = False
+    x: Tensor, added: Tensor | None, weight: Tensor | None, *_: Any
 ) -> str | None:
     """Returns why the kernels do not support these arguments."""
     return _adding_reason(x, added) or triton_op.unsupported_reason(x, weight, row=x.shape[-1])
@@ -181,12 +179,7 @@ def add_layer_norm(
 
 
 def add_layer_norm_unsupported_reason(
-    x: Tensor,
-    added: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool = False,
+    x: Tensor, added: Tensor | None, weight: Tensor, bias: Tensor | None, *_: Any
 ) -> str | None:
     """Returns why the kernels do not support these arguments."""
     reason = triton_op.unsupported_reason(x, weight, bias, row=x.shape[-1])

@@ -105,8 +105,6 @@ def rope_qkv(
     return found
 
 
-def unsupported_reason(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, repeat: bool = False
-) -> str | None:
+def unsupported_reason(x: Tensor, cos: Tensor, sin: Tensor, *_: Any) -> str | None:
     """Returns why the kernels do not support these arguments."""
     return triton_op.unsupported_reason(x, cos, sin)

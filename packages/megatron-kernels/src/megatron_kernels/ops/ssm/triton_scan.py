@@ -166,8 +166,7 @@ def unsupported_reason(
     dt_bias: Tensor | None = None,
     document_ids: Tensor | None = None,
     state: Tensor | None = None,
-    chunk_size: int = 128,
-    dt_limits: tuple[float, float] = UNLIMITED,
+    *_: Any,
 ) -> str | None:
     """Returns why the kernels do not support these arguments."""
     if not x.numel() or not b.numel():
