@@ -94,6 +94,7 @@ PAIRS = [
         2,
         "--broadcast-batches needs several ranks per model replica",
     ),
+    (f"{CP2} {PP2} --broadcast-batches", "--broadcast-batches", (4, 1), "needs several ranks per"),
     (f"{CP2} --seq-length 12", f"{CP2} --seq-length 10", 2, "2 x 2 equal slices for --context"),
     (
         f"{TP2} --sequence-parallel --seq-length 14",
@@ -192,6 +193,12 @@ PAIRS = [
         1,
         "--fp8-format and --linear-product lora are both products of linear layers; leave out one",
     ),
+    (
+        f"{FSDP} {CP2}",
+        f"{FSDP} {CP2} --num-distributed-optimizer-instances 2",
+        2,
+        "--use-torch-fsdp2 needs at least 2 data parallel ranks in an optimizer instance",
+    ),
     (FSDP, FSDP, (2, 1), "--use-torch-fsdp2 needs at least 2 data parallel ranks in an optimizer"),
     (
         f"{BF16} --fp8-format hybrid --fp8-recipe tensorwise",
@@ -205,7 +212,25 @@ PAIRS = [
         1,
         "--ema-decay does not work with --optimizer-cpu-offload, since averages are on the device",
     ),
+    (
+        f"{BF16} {COMPILE} --fp8-format hybrid --fp8-recipe tensorwise",
+        f"{BF16} {COMPILE} --fp4-format e2m1",
+        1,
+        "--compile does not work with --fp4-format, whose random rounding ends its graphs",
+    ),
+    (
+        f"{BF16} --fp4-format e2m1",
+        f"{BF16} --fp4-format e2m1 --batch-invariant-mode",
+        1,
+        "--fp4-format does not work with --batch-invariant-mode",
+    ),
     # compiled code
+    (
+        "--mtp-num-layers 1",
+        f"{COMPILE} --mtp-num-layers 1",
+        1,
+        "--compile does not work with --mtp-num-layers",
+    ),
     (
         f"{COMPILE} --compile-scope layer",
         "--compile-scope layer",
