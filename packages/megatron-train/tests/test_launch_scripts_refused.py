@@ -140,6 +140,8 @@ REFUSED = [
     ('set --; : "${A:=}$@"', 'line 1: an empty "$@" beside this expansion in quotes is not'),
     ("set -e\nfalse", "; line 2: the script ends here because of 'set -e'"),
     ("true\nexit 3", "; line 2: the script ends here"),
+    (f"{'command ' * 1500}true", "the script is nested too deeply"),
+    (f"(({'(' * 180}1{')' * 180}))", " cannot be calculated: "),
     (
         "$(a)\n$(b)\n$(c)",
         "unexpanded; line 1: the command $(a) is unknown; line 2: $(b) is not run;",
