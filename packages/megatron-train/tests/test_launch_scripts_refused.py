@@ -63,7 +63,7 @@ REFUSED = [
     ("a || fi", "line 1: unexpected 'fi'"),
     ("[[ a", "line 1: ']]' is missing after '[['"),
     ("\n[[ a ((b)) ]]", "line 2: '((' in [[ is not supported"),
-    ("[[ ]]", "unexpected ']]' in a condition"),
+    ("\n[[ ]]", "line 2: unexpected ']]' in a condition"),
     ("[[ a b ]]", "line 1: unexpected 'b' in a condition"),
     ("[[ a == ]]", "line 1: unexpected ']]' in a condition"),
     ("[[ ( a ]]", "line 1: unexpected ']]' in a condition"),
