@@ -244,6 +244,7 @@ FILES = ("data.bin", ".hidden", "sub/x.txt", "sub/y", "deep/a/b", "z.bin", "sub/
         *(("[d]ata*", True), ("[!d]ata*", False), ("*/a/b", True), ("*/b", False), ("*/*/b", True)),
         *(("no/*", False), ("'*'.bin", False), ("*'.bin'", True), ("*.bin/x", False)),
         *(("./*.bin", True), ("*", True), ("sub//*", True), ("data.bin[", False), ("x?", False)),
+        *(("sub/'x'*", True), ("sub/'*'?", False), ("s'u'b/?", True)),
         *(("HERE/*.bin", True), ("HERE/*.txt", False), ("/no/*", False), ("*/", True)),
         *(("sub/[[:no:]]", True), ("sub/[b-a]", True), ("/*/*/no-such-name", False)),
     ],
