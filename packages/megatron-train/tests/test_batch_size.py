@@ -168,3 +168,44 @@ def test_a_size_that_does_not_divide_over_ranks_is_named(
     assert str(caught.value).startswith(
         f"{named} is not a multiple of --micro-batch-size 2 times 2 data parallel ranks"
     )
+
+
+@pytest.mark.parametrize(
+    ("written", "samples"),
+    [
+        *(("0:7", 7), ("0:7k", 7_000), ("0:7M", 7 * 10**6), ("0:7b", 7 * 10**9)),
+        *(("0:7T", 7 * 10**12), ("0:7e3", 7_000), ("0:7E+3K", 7 * 10**6), ("0:7.", 7)),
+        *(("0:0.5K", 500), ("0:1.25e2", 125), ("0:1e0", 1), (f"0:{2**63 - 1}", 2**63 - 1)),
+    ],
+)
+def test_numbers_of_a_schedule_have_units_and_exponents(written: str, samples: int) -> None:
+    assert BatchSizeSchedule.stepped([written], 1).sizes == (samples,)
+
+
+@pytest.mark.parametrize(
+    "written", [f"0:{2**63}", "0:1e-3", "0:1.5e0", "0:.5K", "0:1KK", "0:1e100", "0:1x", "0:", ":1"]
+)
+def test_other_numbers_of_a_schedule_are_refused(written: str) -> None:
+    with pytest.raises(TrainError, match="is not TOKENS:SAMPLES"):
+        BatchSizeSchedule.stepped([written], 1)
+
+
+def test_a_batch_may_be_one_micro_batch_on_each_rank_and_no_less() -> None:
+    assert BatchSizeSchedule.constant(4, 4).sizes == (4,)
+    with pytest.raises(TrainError, match="--global-batch-size 3 is less than 4 samples"):
+        BatchSizeSchedule.constant(3, 4)
+    BatchSizeSchedule.constant(4).check(4, 1)
+    with pytest.raises(TrainError) as caught:
+        BatchSizeSchedule.constant(6).check(4, 1)
+    assert str(caught.value) == (
+        "--global-batch-size 6 is not a multiple of --micro-batch-size 4; use 4 or 8"
+    )
+    with pytest.raises(TrainError, match="-size 4 times 2 data parallel ranks; use 8 or 16"):
+        BatchSizeSchedule.constant(12).check(4, 2)
+
+
+@pytest.mark.parametrize("ramp", [(0, 1, 9), (2, 1, 0), (2, -1, 9), (2, 1, 9, 9)])
+def test_each_number_of_a_ramp_is_at_least_1(ramp: tuple[int, ...]) -> None:
+    assert BatchSizeSchedule.ramp((1, 1, 1), 2).sizes == (1, 2)
+    with pytest.raises(TrainError, match="needs three numbers of at least 1"):
+        BatchSizeSchedule.ramp(ramp, 8)

@@ -9,12 +9,15 @@ from megatron_data import ByteTokenizer
 from megatron_models import BertConfig, GPTConfig, record_of
 from megatron_train.cli import main
 from megatron_train.cli.main import build_parser
+from megatron_train.config.aliases import ALIASES
 from megatron_train.config.described_run import resolve_run
 from megatron_train.config.finetune import finetune_options, finetune_titles
 from megatron_train.config.plan import requested_ranks
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.sections import LoggingConfig
+from megatron_train.config.values import GivenValue, Values
 from megatron_train.errors import TrainError, UsageError
+from megatron_train.megatron_lm.table import megatron_flags
 from megatron_train.saving import tokenizer_files
 
 from .test_configuration import MINIMAL, parse
@@ -130,6 +133,18 @@ def test_a_run_has_sections_of_its_extensions_only():
         run.section(LoggingConfig)
     with pytest.raises(TrainError, match="add no section lora, paint"):
         dataclasses.replace(run, extension_settings={"paint": 1, "lora": 2, "fim": 3})
+
+
+def test_what_was_checked_cannot_be_changed():
+    run = parse(f"{MINIMAL} --optimizer adam")
+    selected = run.selected_extensions
+    values = Values({"training.seed": GivenValue(1, "--seed")})
+    parts = [run.section_by_name(name) for name in sections("gpt", selected)]
+    parts += [run, selected, run.batch_sizes, values, values.given["training.seed"]]
+    parts += [run_options()[0], ALIASES["--swiglu"], megatron_flags()["--swiglu"]]
+    for part in parts:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, dataclasses.fields(part)[0].name, None)
 
 
 def test_the_layers_of_a_stage_are_divided_once(capsys, monkeypatch):

@@ -163,6 +163,7 @@ LEFT = [  # the words that are left as they are written, and those that are know
         ["$(echo \")\" ')' \\) $(echo `date )`))", "x"],
     ),
     ("RUN $(a # )\n b) x", ["$(a # )\n b)", "x"]),
+    ("RUN $(a #)\n) x", ["$(a #))", "x"]),
     ("RUN $(a#) x", ["$(a#)", "x"]),
     ('RUN $((a); b) "$(c)" `d \\` e`f', ["$((a); b)", "$(c)", "$(d \\` e)f"]),
     ("RUN $(a ${b:-)} ${c#\")\"} $# $'\\')') x", ["$(a ${b:-)} ${c#\")\"} $# $'\\')')", "x"]),

@@ -1,6 +1,9 @@
 """Settings of layouts, compiled code and graphs: what is accepted, and what is refused."""
 
+from types import SimpleNamespace
+
 import pytest
+from megatron_train.config.model_checks import check_features
 from megatron_train.errors import TrainError
 
 from .test_configuration import CP2, IN_SAMPLES, MINIMAL, TP2, parse
@@ -26,7 +29,8 @@ from .test_configuration import CP2, IN_SAMPLES, MINIMAL, TP2, parse
             f"{CP2} --tensor-model-parallel-size 4 --num-attention-heads 4 --sequence-parallel "
             "--seq-length 12",
             8,
-            "--seq-length 12 with --context-parallel-size 2 leaves 6 tokens on a rank, which --seq",
+            "--seq-length 12 with --context-parallel-size 2 leaves 6 tokens on a rank, which "
+            "--sequence-parallel cannot split into 4 equal slices; use --seq-length 8 or 16",
         ),
         (
             f"{CP2} --context-parallel-split per_document",
@@ -113,6 +117,11 @@ TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
             4,
             "--num-attention-heads 2 / --tensor-model-parallel-size 1 = 2 heads over all 4 ranks",
         ),
+        (
+            f"{POOL} --cp-comm-type a2a --num-attention-heads 4 --tensor-model-parallel-size 2",
+            8,
+            "--num-attention-heads 4 / --tensor-model-parallel-size 2 = 2 heads over all 4 ranks",
+        ),
     ],
 )
 def test_invalid_settings_of_a_pool_are_refused(flags, ranks, message):
@@ -126,6 +135,11 @@ def test_a_pool_consists_of_data_and_context_parallel_ranks():
     run = parse(f"{MINIMAL} {POOL} {CP2} {TP2_SP} --cp-comm-type allgather", ranks=8)
     assert (run.layout.pool, run.layout.dp, run.layout.hybrid_cp) == (4, 2, True)
     assert parse(f"{MINIMAL} {POOL} --max-seqlen-per-dp-cp-rank 16").layout.pool == 1
+    assert parse(f"{MINIMAL} {POOL} --cp-comm-type a2a", ranks=2).layout.pool == 2
+
+
+def test_slices_of_a_sequence_are_split_again_by_sequence_parallelism():
+    assert parse(f"{MINIMAL} {CP2} {TP2_SP}", ranks=4).placement.sequence_parallel
 
 
 @pytest.mark.parametrize(
@@ -282,7 +296,7 @@ EXPERTS_2 = "--num-experts 4 --expert-model-parallel-size 2"
         (GRAPHS, f"{GRAPHS} needs --compile --compile-scope layer"),
         (f"{GRAPHS} --compile", f"{GRAPHS} needs --compile --compile-scope layer"),
         (f"{BY_LAYER} --device cpu", "does not work with --device cpu: a CPU has no CUDA graphs"),
-        (f"{BY_LAYER} {PP4}", "--pipeline-model-parallel-size 4: several micro-batches"),
+        (f"{BY_LAYER} --pipeline-model-parallel-size 2", "-size 2: several micro-batches are in"),
         (f"{BY_LAYER} --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: graphs"),
         (f"{BY_LAYER} --context-parallel-size 2", "context parallelism: graphs with communic"),
         (f"{BY_LAYER} {EXPERTS_2}", "--num-experts: the number of rows of an expert changes"),
@@ -309,6 +323,44 @@ def test_graphs_of_layers_are_accepted():
     more = "--use-distributed-optimizer --recompute-activations"
     run = parse(f"{MINIMAL} {BY_LAYER} {more}", ranks=2)
     assert run.training.cuda_graph_warmup_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "features"),
+    [
+        ("", 1, []),
+        ("--compile", 1, ["compile"]),
+        ("--use-torch-fsdp2", 2, ["fully_shard"]),
+        ("--pipeline-model-parallel-size 2", 2, []),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+            2,
+            ["split_backward"],
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --compile "
+            "--compile-scope layer",
+            2,
+            ["compile", "split_backward", "compiled_split"],
+        ),
+        (POOL, 2, ["document_pool"]),
+    ],
+)
+def test_a_model_is_asked_about_the_features_of_its_run(flags, ranks, features):
+    asked = []
+    model = SimpleNamespace(unsupported_reason=asked.append)
+    run = vars(parse(f"{MINIMAL} {flags}", ranks=ranks)) | {"model": model}
+    check_features(SimpleNamespace(**run))
+    assert asked == features
+
+
+def test_ranks_that_are_missing_are_named_with_their_axes():
+    with pytest.raises(TrainError) as caught:
+        parse(f"{TP2} --pipeline-model-parallel-size 2")
+    assert str(caught.value) == (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 needs a multiple of 4 "
+        "ranks, but there is 1; start with --nproc-per-node 4 or torchrun"
+    )
 
 
 def test_a_pipeline_layout_sets_vpp_and_the_schedule_sets_the_stage_mapping():

@@ -76,6 +76,15 @@ def test_the_corpus_of_a_run_may_be_given_to_its_plan(capsys, corpus):
     assert planned(capsys, *SMALL.split(), *corpus.split()) == planned(capsys, *SMALL.split())
 
 
+def test_a_plan_does_not_depend_on_the_length_of_the_run(capsys):
+    plain = planned(capsys, *SMALL.split())
+    for length in ("--train-iters 9", "--train-samples 9"):
+        assert planned(capsys, *SMALL.split(), *length.split()) == plain
+    ramp = "--train-samples 9 --rampup-batch-size 2 2 8 --global-batch-size 4"
+    found = planned(capsys, *SMALL.split(), *ramp.split())
+    assert found["flops_per_step"] == 4 * plain["flops_per_sequence"]
+
+
 def test_memory_of_a_rank_is_that_of_its_shards(capsys):
     whole = planned(capsys, *SMALL.split())
     # Embedding, norms, and in each layer attention and feed-forward layer.

@@ -6,6 +6,7 @@ from megatron_models import parameter_count
 from megatron_train.cli import main
 from megatron_train.config.files import read_file
 from megatron_train.config.recipes import (
+    compare_recipes,
     recipe_description,
     recipe_kind,
     recipe_names,
@@ -115,6 +116,19 @@ def test_recipes_and_files_are_compared(tmp_path, capsys):
     assert capsys.readouterr().out.split() == ["llama-tiny", "llama-tiny"]
     assert main(["recipes", "diff", "llama-tiny", "gpt2-124m"]) == 0
     assert "model.position_embedding_type  rope        learned_absolute" in capsys.readouterr().out
+
+
+def test_a_file_to_compare_is_known_by_its_ending_or_is_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "settings").write_text("training: {seed: 2}\n")
+    (tmp_path / "other").write_text("training: {seed: 1234, bf16: true}\n")
+    assert compare_recipes("settings", "other") == [
+        ("training.seed", 2, 1234),
+        ("training.bf16", False, True),
+    ]
+    for name in ("nowhere.yaml", "nowhere.yml"):
+        assert main(["recipes", "diff", "settings", name]) == 1
+        assert f"{name}: No such file" in capsys.readouterr().err
 
 
 def printed(words, capsys):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 from megatron_models import ConfigError
-from megatron_train.config.batch_size import BatchSizeSchedule
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError, UsageError
 
@@ -94,6 +93,7 @@ PAIRS = [
         2,
         "--broadcast-batches needs several ranks per model replica",
     ),
+    (f"{CP2} {PP2} --broadcast-batches", "--broadcast-batches", (4, 1), "needs several ranks per"),
     (f"{CP2} --seq-length 12", f"{CP2} --seq-length 10", 2, "2 x 2 equal slices for --context"),
     (
         f"{TP2} --sequence-parallel --seq-length 14",
@@ -192,6 +192,12 @@ PAIRS = [
         1,
         "--fp8-format and --linear-product lora are both products of linear layers; leave out one",
     ),
+    (
+        f"{FSDP} {CP2}",
+        f"{FSDP} {CP2} --num-distributed-optimizer-instances 2",
+        2,
+        "--use-torch-fsdp2 needs at least 2 data parallel ranks in an optimizer instance",
+    ),
     (FSDP, FSDP, (2, 1), "--use-torch-fsdp2 needs at least 2 data parallel ranks in an optimizer"),
     (
         f"{BF16} --fp8-format hybrid --fp8-recipe tensorwise",
@@ -205,7 +211,25 @@ PAIRS = [
         1,
         "--ema-decay does not work with --optimizer-cpu-offload, since averages are on the device",
     ),
+    (
+        f"{BF16} {COMPILE} --fp8-format hybrid --fp8-recipe tensorwise",
+        f"{BF16} {COMPILE} --fp4-format e2m1",
+        1,
+        "--compile does not work with --fp4-format, whose random rounding ends its graphs",
+    ),
+    (
+        f"{BF16} --fp4-format e2m1",
+        f"{BF16} --fp4-format e2m1 --batch-invariant-mode",
+        1,
+        "--fp4-format does not work with --batch-invariant-mode",
+    ),
     # compiled code
+    (
+        "--mtp-num-layers 1",
+        f"{COMPILE} --mtp-num-layers 1",
+        1,
+        "--compile does not work with --mtp-num-layers",
+    ),
     (
         f"{COMPILE} --compile-scope layer",
         "--compile-scope layer",
@@ -402,44 +426,3 @@ def test_lengths_in_samples_have_limits_of_their_own():
         with pytest.raises(TrainError) as caught:
             parse(f"{SAMPLES} {flags}")
         assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("written", "samples"),
-    [
-        *(("0:7", 7), ("0:7k", 7_000), ("0:7M", 7 * 10**6), ("0:7b", 7 * 10**9)),
-        *(("0:7T", 7 * 10**12), ("0:7e3", 7_000), ("0:7E+3K", 7 * 10**6), ("0:7.", 7)),
-        *(("0:0.5K", 500), ("0:1.25e2", 125), ("0:1e0", 1), (f"0:{2**63 - 1}", 2**63 - 1)),
-    ],
-)
-def test_numbers_of_a_schedule_have_units_and_exponents(written, samples):
-    assert BatchSizeSchedule.stepped([written], 1).sizes == (samples,)
-
-
-@pytest.mark.parametrize(
-    "written", [f"0:{2**63}", "0:1e-3", "0:1.5e0", "0:.5K", "0:1KK", "0:1e100", "0:1x", "0:", ":1"]
-)
-def test_other_numbers_of_a_schedule_are_refused(written):
-    with pytest.raises(TrainError, match="is not TOKENS:SAMPLES"):
-        BatchSizeSchedule.stepped([written], 1)
-
-
-def test_a_batch_may_be_one_micro_batch_on_each_rank_and_no_less():
-    assert BatchSizeSchedule.constant(4, 4).sizes == (4,)
-    with pytest.raises(TrainError, match="--global-batch-size 3 is less than 4 samples"):
-        BatchSizeSchedule.constant(3, 4)
-    BatchSizeSchedule.constant(4).check(4, 1)
-    with pytest.raises(TrainError) as caught:
-        BatchSizeSchedule.constant(6).check(4, 1)
-    assert str(caught.value) == (
-        "--global-batch-size 6 is not a multiple of --micro-batch-size 4; use 4 or 8"
-    )
-    with pytest.raises(TrainError, match="-size 4 times 2 data parallel ranks; use 8 or 16"):
-        BatchSizeSchedule.constant(12).check(4, 2)
-
-
-@pytest.mark.parametrize("ramp", [(0, 1, 9), (2, 1, 0), (2, -1, 9), (2, 1, 9, 9)])
-def test_each_number_of_a_ramp_is_at_least_1(ramp):
-    assert BatchSizeSchedule.ramp((1, 1, 1), 2).sizes == (1, 2)
-    with pytest.raises(TrainError, match="needs three numbers of at least 1"):
-        BatchSizeSchedule.ramp(ramp, 8)

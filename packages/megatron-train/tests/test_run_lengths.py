@@ -51,6 +51,20 @@ def test_schedule_lengths_are_samples():
     assert schedule.at(40) == 1.0 and schedule.at(100) == pytest.approx(0.5)
 
 
+def test_all_lengths_in_steps_are_multiplied_by_the_batch_size():
+    flags = "--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2 --lr 1 --min-lr 0.1"
+    flags += " --decoupled-lr 0.5 --decoupled-min-lr 0.2 --global-batch-size 8"
+    flags += " --weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2"
+    run = parse(f"{MINIMAL} {flags}")
+    for decoupled, rates in ((False, (1.0, 0.1)), (True, (0.5, 0.2))):
+        schedule = run.learning_rate_schedule(decoupled=decoupled)
+        assert (schedule.max_lr, schedule.min_lr) == rates
+        lengths = schedule.warmup_samples, schedule.wsd_decay_samples, schedule.decay_samples
+        assert lengths == (16, 24, 80)
+    assert run.learning_rate_schedule() == run.learning_rate_schedule(decoupled=False)
+    assert run.weight_decay_schedule().samples == 80
+
+
 def test_the_length_of_a_run_may_be_given_in_samples():
     run = parse(f"{SAMPLES} --lr-warmup-samples 10 --lr-decay-samples 50 --lr 1.0")
     assert (run.train_iters, run.train_samples) == (10, 85)

@@ -20,12 +20,7 @@ from megatron_train.config.values import GivenValue, Values
 from megatron_train.errors import TrainError, UsageError
 
 _CORPUS = ("synthetic",)
-_ASSUMED = {
-    "training.micro_batch_size": 1,
-    "training.train_iters": 1,
-    "optimizer.lr": 1e-3,
-}
-"""Settings that a plan does not depend on, or that are small if they are not given."""
+_ORIGIN = "the plan"
 
 
 def resolve_plan(namespace: argparse.Namespace) -> RunSections:
@@ -39,10 +34,10 @@ def resolve_plan(namespace: argparse.Namespace) -> RunSections:
         UsageError: The model or the length of samples is missing.
     """
     kind: str = namespace.kind
-    values = described_values(namespace)
-    for key, value in _ASSUMED.items():
-        values = values.with_derived(key, value, "the plan")
-    values = derive(with_corpus(values, "the plan"), kind)
+    values = described_values(namespace).with_derived("training.micro_batch_size", 1, _ORIGIN)
+    if values.get("training.train_samples") is None:
+        values = values.with_derived("training.train_iters", 1, _ORIGIN)
+    values = derive(with_corpus(values, _ORIGIN), kind)
     selected = SelectedExtensions.from_values(values, kind)
     missing = [
         option.flag

@@ -13,7 +13,7 @@ def slice_multiple(run: RunSections) -> int:
 
     The zig-zag split and sequence parallelism divide it further.
     """
-    return math.lcm(2, run.layout.tp if run.placement.sequence_parallel else 1)
+    return math.lcm(2, run.layout.tp) if run.placement.sequence_parallel else 2
 
 
 def check_pool_run(run: RunSections) -> None:

@@ -201,8 +201,8 @@ class RunConfig(RunSections):
                 f"--train-samples {self.training.train_samples} is less than one step of "
                 f"{self.batch_sizes.at(0)} samples; raise it or lower --global-batch-size"
             )
-        listed = self.training.iterations_to_skip or ()
-        if max(listed, default=0) > self.train_iters:
+        listed = self.training.iterations_to_skip
+        if listed and max(listed) > self.train_iters:
             raise TrainError(
                 f"--iterations-to-skip {max(listed)} is beyond the last step {self.train_iters}; "
                 "leave it out"

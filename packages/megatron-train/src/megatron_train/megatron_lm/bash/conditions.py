@@ -168,15 +168,15 @@ class _Test:
         raise _Unknown
 
 
-def double_brackets(words: Sequence[Word], expander: Expander) -> bool | None:
-    """Returns whether ``[[ words ]]`` is true, or None if that is unknown.
+def double_brackets(words: Sequence[Word], line: int, expander: Expander) -> bool | None:
+    """Returns whether ``[[ words ]]`` at a line is true, or None if that is unknown.
 
     Raises:
         TrainError: The condition is incomplete.
     """
     if len(words) > _MOST_WORDS:
         return None
-    condition = _DoubleBrackets(words, expander)
+    condition = _DoubleBrackets(words, line, expander)
     value = condition.either(True)
     condition.end()
     return value
@@ -185,8 +185,8 @@ def double_brackets(words: Sequence[Word], expander: Expander) -> bool | None:
 class _DoubleBrackets:
     """Evaluates ``[[ ... ]]``; words are not split, and the right side of ``==`` is a pattern."""
 
-    def __init__(self, words: Sequence[Word], expander: Expander) -> None:
-        self._words, self._expander, self._at = words, expander, 0
+    def __init__(self, words: Sequence[Word], line: int, expander: Expander) -> None:
+        self._words, self._line, self._expander, self._at = words, line, expander, 0
 
     def end(self) -> None:
         if self._at < len(self._words):
@@ -215,7 +215,7 @@ class _DoubleBrackets:
         return self._words[index].literal if index < len(self._words) else ""
 
     def _error(self) -> Exception:
-        line = self._words[min(self._at, len(self._words) - 1)].line if self._words else 0
+        line = self._words[min(self._at, len(self._words) - 1)].line if self._words else self._line
         text = self._literal() or "]]"
         return self._expander.variables.error(line, f"unexpected {text!r} in a condition")
 

@@ -19,7 +19,7 @@ class Piece:
     """
 
     text: str
-    quoted: bool = False
+    quoted: bool
     expanded: bool = False
     boundary: bool = False
 
@@ -67,14 +67,13 @@ class _Splitter:
 
     def add(self, text: str, quoted: bool) -> None:
         self._current = [*(self._current or []), (text, quoted)]
-        self._after_space = False
 
     def boundary(self, expanded: bool) -> None:
-        if expanded and self._first in self._marks:
-            self._mark()
-            return
-        self._close()
-        self._after_space = False
+        if expanded and self._first:  # Bash joins the elements by it and splits the whole
+            self.expanded(self._first)
+        else:
+            self._close()
+            self._after_space = False
 
     def expanded(self, text: str) -> None:
         for found in self._run.finditer(text):

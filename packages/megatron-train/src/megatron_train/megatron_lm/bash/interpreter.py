@@ -196,7 +196,7 @@ class Interpreter:
             return None if None in states else True
         literal = words[0].literal
         if literal == "[[":
-            return double_brackets(words[1:-1], self._expander)
+            return double_brackets(words[1:-1], command.line, self._expander)
         if literal in self._builtins.declarations:
             return self._builtins.declare(literal, words[1:], command.line)
         expanded = [text for word in words for text in self._expander.words(word)]

@@ -103,7 +103,7 @@ class Lexer:
                 self._advance(2)
             elif character == "#":
                 end = self._text.find("\n", self._at)
-                self._at = len(self._text) if end < 0 else end
+                self._at = len(self._text) if end == -1 else end
             elif character == "\n":
                 yield Operator("\n", self._line)
                 self._advance(1)

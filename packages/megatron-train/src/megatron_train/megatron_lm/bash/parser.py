@@ -301,9 +301,7 @@ class ScriptParser:
         self._at += 1
         if text[-1] in "-0123456789" or text in ("<<", "<<-"):
             return
-        if not isinstance(
-            self._tokens[self._at : self._at + 1][:1] and self._tokens[self._at], Word
-        ):
+        if self._at >= len(self._tokens) or not isinstance(self._tokens[self._at], Word):
             raise self._unexpected()
         self._at += 1
 

@@ -123,7 +123,7 @@ def may_match_files(pieces: Sequence[tuple[str, bool]]) -> bool:
         first, *others = text.split("/")
         parts[-1].append((first, quoted))
         parts += [[(other, quoted)] for other in others]
-    absolute = len(parts) > 1 and not "".join(text for text, _ in parts[0])
+    absolute = not "".join(text for text, _ in parts[0])
     folders = [Path("/" if absolute else ".")]
     for part in parts:
         if not any(text for text, _ in part):

@@ -17,7 +17,7 @@ class UnclosedError(Exception):
 def single_quoted(text: str, start: int) -> int:
     """Returns the index of the quote that closes the single quotes with content from ``start``."""
     end = text.find("'", start)
-    if end < 0:
+    if end == -1:
         raise UnclosedError("'")
     return end
 
