@@ -199,5 +199,5 @@ def test_a_manifest_does_not_stay_beside_other_tokens(
     ):
         merge([prefix], tmp_path / "m")
         assert read_manifest(tmp_path / "m") is not None
-        run(tmp_path / "m")  # type: ignore[no-untyped-call]
+        run(tmp_path / "m")
         assert read_manifest(tmp_path / "m") is None

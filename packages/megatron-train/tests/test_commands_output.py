@@ -75,7 +75,7 @@ def test_kinds_and_tasks_are_listed_with_their_package(capsys):
         re.MULTILINE,
     )
     assert re.search(
-        r"^classification: .* \(megatron_train\)\n  models: .*\n  settings: \w+ \(",
+        r"^classification: .* \(megatron_train\)\n  models: .*bert.*\n  settings: \w+ \(",
         tasks,
         re.MULTILINE,
     )
