@@ -82,6 +82,15 @@ def test_settings_of_the_optimizer_are_refused_before_a_model_is_built(flags, me
         built(flags)
 
 
+def test_a_fused_loss_needs_a_model_that_uses_it(monkeypatch):
+    flags = "--cross-entropy-fusion-impl linear"
+    assert hasattr(built(flags).task.stages[0], "vocabulary_loss")
+    plain = SimpleNamespace(build=lambda *_, **__: [torch.nn.Identity()])
+    monkeypatch.setattr(assembly, "find_kind", lambda _: plain)
+    with pytest.raises(TrainError, match=f"^{flags} has no effect on models of kind gpt, which do"):
+        built(flags)
+
+
 def test_adapters_alone_have_gradients():
     parameters = built("--linear-product lora").engine.stages.parameters
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}

@@ -206,6 +206,12 @@ def test_keys_that_only_one_version_records_are_not_compared(kind):
     assert compare_records(new, old, PATH, 8, ()) == {}
 
 
+def test_a_length_that_only_one_order_of_samples_records_is_not_compared():
+    plain, compat = record(), record({"data.sample_order": "compat"})
+    for saved, current in ((plain, compat), (compat, plain)):
+        assert list(compare_records(saved, current, PATH, 8, ["data"])) == ["data"]
+
+
 def test_a_local_corpus_beside_one_at_a_url_may_be_moved():
     saved = record({"data.data_path": ("2", "a", "1", "s3://bucket/c")})
     moved = record({"data.data_path": ("2", "moved/a", "1", "s3://bucket/c")})
