@@ -212,6 +212,10 @@ def test_an_option_of_a_subcommand_stands_after_its_name(capsys):
             made.parse_args(words)
         assert caught.value.lines[0].startswith(message)
     assert made.parse_args(["--quiet", "make", "--count", "3"]).count == "3"
+    made.add_argument("--level")
+    assert made.parse_args(["--level", "3", "make"]).level == "3"
+    with pytest.raises(CommandError, match="see tool --help"):
+        made.parse_args(["--level", "3", "--lev", "4", "make"])  # no abbreviations
 
 
 # -- groups of flags -------------------------------------------------------------------------------
