@@ -16,19 +16,22 @@ import pytest
 from megatron_data import (
     ByteTokenizer,
     DataError,
+    HuggingFaceTokenizer,
     IndexedDataset,
     merge,
     preprocess,
     split,
     tokenize_conversations,
 )
-from megatron_data.preprocessing import tokenize_image_pairs
+from megatron_data.preprocessing import tokenize_image_pairs, trace, tracing
 from megatron_data.preprocessing.engine import WorkOptions
 from megatron_data.preprocessing.image_encoding import ImageLocator, ImagePairEncoder, TextEnding
 from megatron_data.preprocessing.manifest import read_manifest
 from megatron_data.preprocessing.parts import WorkFolder
-from megatron_data.preprocessing.pool import _interrupts_held
+from megatron_data.preprocessing.pool import _interrupts_held, _Worker
+from megatron_data.sources.protocol import UnreadableError
 from megatron_data.tokenizers import NullTokenizer
+from megatron_data.tokenizers.fast import FastTokenizer, MismatchError
 
 GIF = b"GIF89a"
 
@@ -109,6 +112,44 @@ def test_workers_may_be_started_by_any_thread() -> None:
     assert held == [True, False]
 
 
+@pytest.mark.parametrize("error", [EOFError, BrokenPipeError])
+def test_a_worker_that_has_ended_is_an_error(error: type[Exception]) -> None:
+    class Pipe:
+        def send(self, item: object) -> None:
+            if error is BrokenPipeError:
+                raise error
+
+        def recv(self) -> object:
+            raise error
+
+    worker = object.__new__(_Worker)
+    worker._pipe = Pipe()  # type: ignore[assignment]
+    with pytest.raises(DataError, match=r"a worker process died .*; use fewer workers"):
+        worker(1)
+
+
+def test_only_a_tokenizer_with_a_reference_is_replaced_after_a_mismatch(
+    tmp_path: Path, tokenizer: HuggingFaceTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("gigatoken")
+
+    class Wrong(FastTokenizer):
+        def encode_joined(self, texts: Any) -> Any:
+            raise MismatchError("other tokens")
+
+    class Plain(ByteTokenizer):
+        def encode_batch(self, texts: Any) -> Any:
+            raise MismatchError("other tokens")
+
+    (tmp_path / "a.txt").write_text("the whale")
+    (made,) = preprocess([tmp_path / "a.txt"], tmp_path / "o", Wrong(tokenizer))
+    with IndexedDataset(made.prefix) as dataset:
+        assert dataset.tokens.tolist() == tokenizer.encode("the whale")
+    assert caplog.messages == ["other tokens; the run starts again without gigatoken"]
+    with pytest.raises(MismatchError):
+        preprocess([tmp_path / "a.txt"], tmp_path / "o", Plain())
+
+
 # -- parts ------------------------------------------------------------------------------------
 
 
@@ -118,12 +159,15 @@ def test_a_folder_is_removed_if_its_job_cannot_be_written(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("job", [None, "{", "[]"])
 def test_parts_without_a_job_are_of_another_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    (tmp_path / ".o.parts").mkdir()
     for name in ("00000000.part", "00000001.part"):
-        (tmp_path / ".o.parts").mkdir(exist_ok=True)
         (tmp_path / ".o.parts" / name).touch()
+    if job is not None:
+        (tmp_path / ".o.parts" / "job.json").write_text(job)
     with WorkFolder(str(tmp_path / "o"), {"b": 1, "a": 2}):
         assert "holds 2 parts of another job (a, b differ); they are removed" in caplog.text
     assert not list(tmp_path.iterdir())
@@ -160,6 +204,12 @@ def test_a_chunk_of_texts_with_images_has_32_kibibytes(append: bool) -> None:
     }
 
 
+def test_an_image_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.gif")
+    with pytest.raises(UnreadableError, match=r"a\.gif"):
+        ImageLocator(None).read(str(tmp_path / "a.gif"))
+
+
 # -- merged datasets --------------------------------------------------------------------------
 
 
@@ -186,6 +236,20 @@ def test_a_merged_dataset_has_the_manifest_of_one_made_at_once(
     merge([parts[0], made("e", corpora[1:], append_eod=True)], tmp_path / "m")
     mixed = read_manifest(tmp_path / "m")
     assert mixed is not None and (mixed["append_eod"], mixed["json_key"]) == (None, "text")
+
+
+def test_a_source_that_cannot_be_read_again_is_named(
+    corpora: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = preprocess(corpora[:1], tmp_path / "o", NullTokenizer(9), on_error="skip")[0].prefix
+
+    def fail(*_: object) -> None:
+        raise PermissionError("not for you")
+
+    monkeypatch.setattr(tracing, "reopen", fail)
+    found = trace(prefix, document=0)
+    assert (found.path, found.inexact_reason) == (str(corpora[0]), "not for you")
+    assert found.number is None and found.tokens == 1
 
 
 def test_a_manifest_does_not_stay_beside_other_tokens(

@@ -47,6 +47,27 @@ def test_every_count_is_compared(dataset: str, count: str) -> None:
         verify(dataset)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"vocab_size":257', '"size":257'),
+        ('"vocab_size":257', '"vocab_size":null'),
+        ('"vocab_size":257', '"vocab_size":"x"'),
+        ('"vocab_size":257', '"vocab_size":1e999'),
+        ('"files": {"bin":', '"files": {"bin":5,"was":'),
+    ],
+)
+def test_a_manifest_with_missing_and_other_values_is_damaged(
+    dataset: str, old: str, new: str
+) -> None:
+    path = Path(f"{dataset}.meta.json")
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    with pytest.raises(DataError, match=r"meta\.json is .*preprocess the text again|is not JSON"):
+        verify(dataset)
+
+
 def test_the_damaged_block_is_named(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
