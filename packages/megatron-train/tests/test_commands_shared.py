@@ -186,8 +186,8 @@ def test_help_is_as_wide_as_the_terminal_and_at_most_100_columns(columns, width,
     monkeypatch.setenv("COLUMNS", columns)
     longest = f"{'x' * (width - 2)} y"
     end = f"first line\n  second line\n{longest}\n{longest}y"
-    made = Parser(prog="tool", description="a-word " * 100, epilog=end)
-    made.add_argument("--flag", help="a-hyphen " * 50)
+    made = Parser(prog="tool", description="well-known " * 100, epilog=end)
+    made.add_argument("--flag", help="well-known " * 50)
     text = made.format_help()
     lengths = [len(line) for line in text.splitlines()]
     assert max(lengths) == width
