@@ -66,10 +66,12 @@ def test_texts_are_tokenized_in_groups_as_in_preprocess(
 
 
 def test_the_slowest_phase_is_named() -> None:
-    times = zip(PHASES, (1.0, 2.0, 15.0, 2.0), strict=True)
-    phases = tuple(PhaseMeasurement(name, seconds, 1, 1) for name, seconds in times)
     beside = (PhaseMeasurement("preprocess, 2 processes", 99.0, 1, 1),)
-    assert BenchmarkReport(phases, beside).bottleneck == ("tokenize", 0.75)
+    for scale, share in ((1, 0.75), (1 / 64, 0.75), (0, 0.0)):
+        times = zip(PHASES, (1.0, 2.0, 15.0, 2.0), strict=True)
+        phases = [PhaseMeasurement(name, seconds * scale, 1, 1) for name, seconds in times]
+        assert BenchmarkReport(tuple(phases), beside).bottleneck[1] == share
+        assert scale == 0 or BenchmarkReport(tuple(phases), beside).bottleneck[0] == "tokenize"
 
 
 def test_the_command_prints_a_table(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -409,6 +409,7 @@ def test_a_mask_is_never_visible_beside_tokens_of_another_run(
         tokenize_conversations([path], folder / "o", tokenizer, TEMPLATE, max_tokens=most)
         return files_in(folder)
 
+    manifests = [f"o_conversation{middle}.meta.json" for middle in ("", "_loss")]
     versions = {"older": run(tmp_path / "older", 40), "newer": run(tmp_path / "newer", 50)}
     assert all(versions["older"][name] != versions["newer"][name] for name in names)
     moments = 0
@@ -440,7 +441,8 @@ def test_a_mask_is_never_visible_beside_tokens_of_another_run(
         opened = [name for name in names if name.endswith(".idx") and name in there]
         seen.append(len(opened))
         if len(opened) == 2:
-            made = {next(v for v in versions if versions[v][n] == there[n]) for n in names}
+            whole = [*names, *(name for name in manifests if name in there)]
+            made = {next(v for v in versions if versions[v][n] == there[n]) for n in whole}
             assert len(made) == 1, f"stopped before operation {moment}"
         if not ended:
             break

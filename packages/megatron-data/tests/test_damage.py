@@ -124,21 +124,6 @@ def test_damage_is_found_and_named_in_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_damaged_block_is_named(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files_module, "BLOCK_BYTES", 1 << 12)
-    prefix = preprocess([corpus], tmp_path / "o", ByteTokenizer())[0].prefix
-    data = Path(f"{prefix}.bin")
-    manifest = json.loads(Path(f"{prefix}.meta.json").read_text())
-    blocks = -(-data.stat().st_size // (1 << 12))
-    assert len(manifest["files"]["bin"]["blocks"]) == blocks > 5
-    altered(data, 3 * 4096 + 5, b"\xff")
-    altered(data, 4 * 4096, b"\xff")
-    with pytest.raises(DataError, match=rf"\(2 of {blocks} blocks of 64 MiB, the first is 3\)"):
-        verify(prefix)
-
-
 def parts_of(content: object, place: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
     """Returns the path of every value of a JSON document, except inside long lists."""
     found = [place] if place else []

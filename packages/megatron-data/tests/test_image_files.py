@@ -283,6 +283,8 @@ def test_reading_is_limited_if_the_server_reports_no_size(
         assert ImageLocator(None, max_bytes=limit).read(url) == content
     with pytest.raises(UnreadableError, match=r"at least .* bytes, more than --max-image-bytes"):
         ImageLocator(None, max_bytes=len(content) - 1).read(url)
+    with pytest.raises(UnreadableError, match="has at least 1,048,576 bytes"):  # not all of it
+        ImageLocator(None, max_bytes=9).read(url)
     memory.rm("/unsized", recursive=True)
 
 

@@ -82,19 +82,21 @@ def test_a_document_is_a_text_and_its_image(pairs: Path, tmp_path: Path) -> None
         assert unpack_image(twice[11]) == GIF
 
 
-def test_texts_are_truncated_or_padded(pairs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [5, 6])
+def test_texts_are_truncated_or_padded(length: int, pairs: Path, tmp_path: Path) -> None:
     report = tokenize_image_pairs(
         [pairs],
         tmp_path / "o",
         ByteTokenizer(),
         image_folder=pairs.parent,
         append_eod=True,
-        pad_length=6,
+        pad_length=length,
     )
-    assert report.truncated == 1
+    assert report.truncated == 1 and report.dataset.seconds < 60
     with IndexedDataset(report.prefix) as dataset:
         texts = [dataset[number].tolist() for number in (0, 2, 4)]
-    assert texts == [[*b"a whal"], [256] * 6, [*"über".encode(), 256]]
+    # A text that fills the length is not truncated.
+    assert texts == [[*b"a whal"[:length]], [256] * length, [*"über".encode(), 256][:length]]
 
 
 def test_invalid_pairs_are_reported_or_counted(pairs: Path, tmp_path: Path) -> None:

@@ -156,14 +156,14 @@ def test_a_progress_bar_ends_at_the_size_of_the_input(
     options: dict[str, Any] = {"chunk_bytes": 30, "progress": progress}
     for content in ('{"text": "a"}\n' * 5 + "no\n", '{"text": "a"}\n' * 6):
         path.write_text(content)
-        monkeypatch.setattr(engine, "perf_counter", count().__next__)  # a second for each chunk
+        monkeypatch.setattr(engine, "perf_counter", count(step=0.5).__next__)  # for each chunk
         try:
             made = preprocess([path], tmp_path / "o", ByteTokenizer(), **options)
         except DataError as error:
             assert "a.jsonl:6: not JSON" in str(error)
     assert (made[0].chunks, made[0].resumed_chunks) == (3, 2)
     assert sum(bars[1].steps) == bars[1].options["total"] == made[0].bytes_read == 84
-    assert bars[1].rates == ["2.00 tokens/s"] * 3  # two documents of a token
+    assert bars[1].rates == ["4.00 tokens/s"] * 3  # two documents of a token
     assert bars[1].options["desc"] == "preprocess"
     assert bars[1].options["disable"] is (None if progress else True)
     assert bars[0].closed == bars[1].closed == 1
@@ -252,6 +252,7 @@ def test_a_path_of_an_image_has_at_most_4095_bytes_and_names_of_255() -> None:
     inside = ImageLocator("s3://bucket/i/")
     row = Item(1, None, 9, [["text"], ["b.gif"]])
     assert inside.path_of(chunk, row) == "s3://bucket/i/b.gif"
+    assert inside.path_of(chunk, Item(1, None, 9, [["text"], ["/b.gif"]])) == "/b.gif"
     far: Any = SimpleNamespace(fault=lambda *_: FAULT._replace(path="s3://bucket/in/a.jsonl"))
     assert locator.path_of(far, row) == "s3://bucket/in/b.gif"
 

@@ -198,6 +198,7 @@ def test_incompatible_datasets_and_parts_are_refused(lines: Path, tmp_path: Path
     one, two = tmp_path / "x", tmp_path / "y"
     for message, outputs, options in (
         ("needs a different name", [one, one], {"shares": (1, 1)}),
+        ("not that of the dataset", [one, Path(first)], {"shares": (1, 1)}),
         ("2 parts for 1 output;", [one], {"shares": (1, 1)}),
         ("a share or number of 0", [one, two], {"shares": (1, 0)}),
         ("sum to 5, but the dataset has 53", [one, two], {"documents": (2, 3)}),

@@ -1,5 +1,6 @@
 """The command as one rank of several, and which process prints notes."""
 
+import logging
 import os
 import sys
 
@@ -132,3 +133,113 @@ def test_the_command_has_a_version(capsys):
         main(["--version"])
     name, version = capsys.readouterr().out.split()
     assert left.value.code == 0 and name == "megatron-train" and version[0].isdecimal()
+
+
+@pytest.mark.parametrize(("words", "ranks"), [("", None), ("1", None), ("2", 2)])
+def test_the_number_of_ranks_is_that_of_the_environment_unless_they_are_started(
+    words, ranks, monkeypatch
+):
+    def resolve(arguments, count, tokenizers):
+        raise EndedError(count)
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    given = f"--nproc-per-node {words}" if words else ""
+    arguments = build_parser().parse_args(f"pretrain gpt {MINIMAL} {given}".split())
+    arguments.resolve = resolve
+    with pytest.raises(EndedError) as ended:
+        arguments.run(arguments)
+    assert ended.value.args == (ranks,)
+
+
+# -- ranks that another program started ------------------------------------------------------------
+
+
+@pytest.fixture
+def module():
+    return sys.modules[main.__module__]
+
+
+@pytest.mark.parametrize(
+    ("number", "size", "several"),
+    [
+        (None, None, False),
+        (None, "2", False),
+        ("1", "1", False),
+        ("1", None, True),
+        ("1", "2", True),
+    ],
+)
+def test_a_rank_of_several_ends_at_once_and_names_itself(
+    number, size, several, module, tmp_path, monkeypatch, capsys
+):
+    ended, whole, file = [], [], tmp_path / "error.json"
+    monkeypatch.setattr(module, "exit_now", ended.append)
+    monkeypatch.setattr(module, "write_whole_lines", whole.append)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    for name, value in (("RANK", number), ("WORLD_SIZE", size)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert main(WORDS) == 0
+    assert not file.exists() and whole == [sys.stdout] * several
+    assert main([*WORDS[:-1], "0"]) == 2
+    line = "--world-size must be positive, got 0\n"
+    rank = "rank 1: " if several else ""
+    assert capsys.readouterr().err == f"megatron-train: error: {rank}{line}" and file.exists()
+
+    def fail(arguments):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(layout, "run", fail)
+    if not several:
+        with pytest.raises(KeyError, match="a bug"):
+            main(WORDS)
+        assert ended == []
+        return
+    assert main(WORDS) == 1 and ended == [0, 2, 1]
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback") and shown.endswith("KeyError: 'a bug'\n")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_reader_that_is_gone_and_an_interrupt_have_their_statuses(
+    several, module, monkeypatch, capsys
+):
+    ended = []
+    monkeypatch.setattr(module, "exit_now", ended.append)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    if several:
+        monkeypatch.setenv("RANK", "0")
+    for error, status, line in (
+        (KeyboardInterrupt(), 130, "megatron-train: interrupted\n"),
+        (BrokenPipeError(), 141, ""),
+    ):
+
+        def fail(arguments, error=error):
+            raise error
+
+        monkeypatch.setattr(layout, "run", fail)
+        assert main(WORDS) == status and capsys.readouterr().err == line
+    assert ended == [130, 141] * several
+    sys.stdout.close()
+
+
+def test_a_process_that_ends_at_once_has_passed_on_its_output(module, monkeypatch):
+    done = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def flush(self):
+            done.append(self.name)
+
+    monkeypatch.setattr(logging, "shutdown", lambda: done.append("logs"))
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Stream(name))
+    monkeypatch.setattr(os, "_exit", done.append)
+    module.exit_now(7)
+    monkeypatch.undo()
+    assert done == ["logs", "stdout", "stderr", 7]

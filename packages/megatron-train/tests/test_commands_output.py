@@ -3,6 +3,7 @@
 import errno
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,10 +76,20 @@ def test_kinds_and_tasks_are_listed_with_their_package(capsys):
         re.MULTILINE,
     )
     assert re.search(
-        r"^classification: .* \(megatron_train\)\n  models: .*\n  settings: \w+ \(",
+        r"^classification: .* \(megatron_train\)\n  models: .*bert.*\n  settings: \w+ \(",
         tasks,
         re.MULTILINE,
     )
+
+
+def test_a_report_is_in_the_folder_of_its_run_unless_its_file_is_given(monkeypatch, capsys):
+    written = []
+    monkeypatch.setattr(
+        "megatron_train.report.page.write_report", lambda *each: written.append(each)
+    )
+    for words, output in (("", "run/report.html"), (" --output page.html", "page.html")):
+        assert printed(f"report run{words}", capsys) == f"{output}\n"
+        assert written.pop() == (Path("run"), Path(output)) and not written
 
 
 # -- layouts and schedules -------------------------------------------------------------------------
@@ -385,6 +396,14 @@ def test_a_run_is_described_with_its_batches(flags, ranks, batch):
     assert lines[4:] == [*several, model]
     assert [*describe_run(config, None, facts, torch.float32)][1:2] == (
         several or [model.replace("bfloat16", "float32")]
+    )
+
+
+def test_documents_of_a_pool_of_ranks_are_described_by_their_tokens():
+    flags = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 8 --reset-attention-mask"
+    config = parse(f"{MINIMAL} {flags} --tokenizer-model bytes --micro-batch-size 1", ranks=2)
+    assert [*describe_run(config, None, {}, torch.float32)][-1].endswith(
+        " samples a step in rows of at most 8 tokens a rank, in a pool of 2"
     )
 
 

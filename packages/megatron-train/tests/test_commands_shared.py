@@ -1,11 +1,13 @@
 """What the commands of all packages share: parsers, help, errors and exit statuses."""
 
 import argparse
+import io
 import logging
 import sys
 
 import pytest
 from megatron_train._command import CommandError, Help, Parser, run_command
+from megatron_train.cli import main
 from megatron_train.config.grouped_help import format_brief_help, format_whole_help
 
 
@@ -71,6 +73,18 @@ def test_a_reader_that_is_gone_ends_a_command_without_a_message(capsys, monkeypa
     assert status == 141 and capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_output_is_passed_on_before_a_command_ends(words, monkeypatch):
+    class Gone(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    assert run_command(parser(), words, tuple) == 141
+    monkeypatch.setattr(sys, "stdout", Gone())
+    assert main(words or ["layout", "--world-size", "1"]) == 141
+
+
 def test_an_interrupt_on_a_terminal_is_on_a_line_of_its_own(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert ended(capsys, failing(KeyboardInterrupt())) == (130, "", "\ntool: interrupted\n")
@@ -78,6 +92,7 @@ def test_an_interrupt_on_a_terminal_is_on_a_line_of_its_own(capsys, monkeypatch)
 
 def test_warnings_are_lines_of_the_command_until_it_ends(capsys):
     logger = logging.getLogger("megatron_shared")
+    logger.setLevel(logging.INFO)
 
     def run(arguments):
         logger.warning("%d files are %s", 2, "torn")
@@ -169,12 +184,14 @@ def test_help_of_an_argument_has_no_default():
 @pytest.mark.parametrize(("columns", "width"), [("60", 60), ("100", 100), ("300", 100)])
 def test_help_is_as_wide_as_the_terminal_and_at_most_100_columns(columns, width, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
-    made = Parser(prog="tool", description="word " * 100, epilog="first line\n  second line")
-    made.add_argument("--flag", help="a-hyphen " * 50)
+    longest = f"{'x' * (width - 2)} y"
+    end = f"first line\n  second line\n{longest}\n{longest}y"
+    made = Parser(prog="tool", description="well-known " * 100, epilog=end)
+    made.add_argument("--flag", help="well-known " * 50)
     text = made.format_help()
     lengths = [len(line) for line in text.splitlines()]
-    assert width - 10 < max(lengths) <= width
-    assert "first line\n  second line" in text
+    assert max(lengths) == width
+    assert text.endswith(f"first line\n  second line\n{longest}\n{longest[:-2]}\nyy\n")
     assert not [line for line in text.splitlines() if line.endswith("-")]
     assert Help("tool")._max_help_position == min(38, width - 20)
 
@@ -195,6 +212,10 @@ def test_an_option_of_a_subcommand_stands_after_its_name(capsys):
             made.parse_args(words)
         assert caught.value.lines[0].startswith(message)
     assert made.parse_args(["--quiet", "make", "--count", "3"]).count == "3"
+    made.add_argument("--level")
+    assert made.parse_args(["--level", "3", "make"]).level == "3"
+    with pytest.raises(CommandError, match="see tool --help"):
+        made.parse_args(["--level", "3", "--lev", "4", "make"])  # no abbreviations
 
 
 # -- groups of flags -------------------------------------------------------------------------------

@@ -106,3 +106,11 @@ def test_constants_of_a_stage_are_not_checked_in_each_call():
     stage(x)
     stage.constant = 6.0
     assert stage(x) == 30.0  # the code of the constant 5
+
+
+def test_a_stage_has_code_for_each_shape_of_its_inputs():
+    stage = Stage(5.0).eval()
+    compile_stages([stage])
+    for size in (2, 3, 4):
+        assert torch.equal(stage(torch.ones(size)), torch.full((size,), 15.0))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3

@@ -335,6 +335,7 @@ def test_the_command_writes_settings_and_reports_outcomes(tmp_path, capsys):
     assert len(errors) == 3 and "--fp8-quantizer-factory is not supported yet" in errors[0]
     assert "planned       2  --fp8-quantizer-factory --fp8-param-gather" in shown.out
     assert "unknown       0" in shown.out and not output.exists()
+    assert "note: --drop FLAG leaves a flag out, which changes the run\n" in shown.out
     assert main([*words, "--drop", "--fp8-quantizer-factory", "--drop", "--fp8-param-gather"]) == 0
     shown = capsys.readouterr()
     assert f"pretrain gpt --config {output} --nproc-per-node 2" in shown.out and not shown.err
@@ -363,6 +364,7 @@ def test_without_a_file_the_settings_alone_are_on_standard_output(tmp_path, caps
     found = yaml.safe_load(printed.out)
     assert found["model"]["num_layers"] == 2 and float(found["optimizer"]["lr"]) == 1e-3
     assert "train.sh" in printed.err and "num_layers" not in printed.err
+    assert "--drop" not in printed.err  # no flag is planned or refused
 
 
 def test_a_script_of_another_kind_of_model_becomes_a_file_of_that_kind(tmp_path, capsys):

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron_ckpt import SingleProcessCoordinator
+from megatron_optim import OptimError
 from megatron_parallel import Mesh
+from megatron_train import assembly
 from megatron_train.assembly import build_trainer, choose_dtype
 from megatron_train.callbacks import evaluation
 from megatron_train.callbacks.log_line import LogLine
@@ -57,6 +59,43 @@ def test_a_trainer_has_the_settings_of_its_run():
     rates = built("--lr 0.5 --decoupled-lr 0.25 --lr-decay-style constant --weight-decay 0.125")
     assert (rates.learning_rate.at(3), rates.decoupled_learning_rate.at(3)) == (0.5, 0.25)
     assert rates.weight_decay.at(3) == 0.125
+    assert built("--iterations-to-skip 3 5")._iterations_to_skip == {3, 5}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--optimizer-cpu-offload", "--optimizer-cpu-offload has no effect: the device is a CPU"),
+        (
+            "--bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype fp8 --optimizer lion",
+            "--exp-avg-sq-dtype fp8 has no effect: the update rule lion has no state exp_avg_sq",
+        ),
+        (
+            "--use-mup --mup-base-hidden-size 4 --optimizer muon",
+            "--muon-scale-mode spectral has no learning rates for other widths of a model",
+        ),
+    ],
+)
+def test_settings_of_the_optimizer_are_refused_before_a_model_is_built(flags, message, monkeypatch):
+    monkeypatch.setattr(assembly, "find_kind", lambda _: pytest.fail("it is built"))
+    with pytest.raises((TrainError, OptimError), match=f"^{message}"):
+        built(flags)
+
+
+def test_a_fused_loss_needs_a_model_that_uses_it(monkeypatch):
+    flags = "--cross-entropy-fusion-impl linear"
+    assert hasattr(built(flags).task.stages[0], "vocabulary_loss")
+    plain = SimpleNamespace(build=lambda *_, **__: [torch.nn.Identity()])
+    monkeypatch.setattr(assembly, "find_kind", lambda _: plain)
+    with pytest.raises(TrainError, match=f"^{flags} has no effect on models of kind gpt, which do"):
+        built(flags)
+
+
+def test_adapters_alone_have_gradients():
+    parameters = built("--linear-product lora").engine.stages.parameters
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    assert trained == {name for name in parameters if ".lora_" in name} != parameters.keys()
+    assert all(each.requires_grad for each in built("").engine.stages.parameters.values())
 
 
 def test_weights_may_be_changed_before_the_optimizer_takes_them():

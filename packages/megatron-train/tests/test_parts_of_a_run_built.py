@@ -1,5 +1,6 @@
 """Small parts that a run is built from and prints, each by itself."""
 
+import errno
 import io
 import math
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from megatron_parallel.tensor_parallel import UNFUSED_CROSS_ENTROPY, LinearCross
 from megatron_train import assembly
 from megatron_train._command import nearest
 from megatron_train.assembly import load_run_tokenizer
+from megatron_train.atomic_write import write_atomically
 from megatron_train.errors import TrainError
 from megatron_train.flat_graphs import needs_gradient, with_strides
 from megatron_train.group_table import group_table
@@ -150,12 +152,16 @@ def test_adapters_are_products_that_shards_of_torch_do_not_take():
 def test_a_tokenizer_has_at_most_the_tokens_of_the_model(size):
     tokenizer = SimpleNamespace(vocab_size=size)
     cache = SimpleNamespace(open=lambda data, vocab_size: tokenizer if vocab_size == 10 else None)
+    names = {"tokenizer_model": "m", "vocab_file": "v", "tokenizer_type": "t"}
     config = run_config()  # of 10 tokens
     if size <= 10:
         assert load_run_tokenizer(config, cache) is tokenizer
         return
-    with pytest.raises(TrainError, match=r"^--vocab-size 10 is smaller than the 11 tokens of "):
-        load_run_tokenizer(config, cache)
+    words = "^--vocab-size 10 is smaller than the 11 tokens of {};"
+    for given in ("mvt", "vt", "t"):
+        data = SimpleNamespace(**{k: v if v in given else None for k, v in names.items()})
+        with pytest.raises(TrainError, match=words.format(given[0])):
+            load_run_tokenizer(SimpleNamespace(data=data, model=config.model), cache)
 
 
 def test_graphs_are_captured_on_request_and_on_a_gpu_alone(monkeypatch):
@@ -218,6 +224,20 @@ def test_output_is_passed_on_when_a_line_ends():
     write_whole_lines(io.StringIO())  # of a notebook, which encodes no text
 
 
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "f"
+    path.write_text("old")
+    with pytest.raises(OSError, match="full") as full, write_atomically(path) as temporary:
+        temporary.write_text("half")
+        raise OSError(errno.ENOSPC, "the disk is full")
+    assert full.value.filename == str(path)
+    assert path.read_text() == "old" and [*tmp_path.iterdir()] == [path]
+    with write_atomically(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and [*tmp_path.iterdir()] == [path]
+
+
 def test_one_rank_agrees_with_itself():
     assert type(coordinator_of(Mesh.single())) is SingleProcessCoordinator
 
@@ -239,6 +259,8 @@ def test_several_ranks_agree_over_their_mesh(monkeypatch):
         ("abc", ["axy"], ""),
         ("abcdef", ["xbcdey"], "xbcdey"),
         ("abcdef", ["xbzdey"], ""),
+        ("abcde", ["xbcdy"], ""),
+        ("abcdefghi", ["xbcdyfghz"], ""),
         ("abcdefghijkl", ["xbcdeyghijkz"], "xbcdeyghijkz"),
         ("abcdefghijkl", ["xbcdeyghzjkz"], ""),
         ("abcdefgh", ["abcdefghij"], "abcdefghij"),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_train.broadcast_batches import open_batches
 from megatron_train.cli import main
 from megatron_train.config.files import read_file
 from megatron_train.config.run_sections import run_options
@@ -69,3 +70,18 @@ def test_adapters_alone_are_trained_on_weights_of_a_checkpoint(run):
     )
     assert run(f"{adapters} --load run --finetune --save again")[1] == []
     assert run(f"{adapters} --load run")[1] == []
+
+
+def test_a_run_prints_its_low_precision_long_steps_and_missing_test(run, monkeypatch):
+    def opened(*arguments):
+        batches = open_batches(*arguments)
+        batches.no_test_reason = "an empty split"
+        return batches
+
+    monkeypatch.setattr("megatron_train.pretrain.open_batches", opened)
+    monkeypatch.setattr("megatron_train.pretrain.check_step_time", lambda *_: "steps are long")
+    lines, warnings = run("--train-iters 1 --fp8-format hybrid --hidden-size 32")
+    assert warnings == ["megatron-train: warning: steps are long"]
+    fused = next(n for n, line in enumerate(lines) if line.startswith("gradient accumulation is "))
+    assert lines[fused + 1].startswith("linear layers multiply in fp8 delayed (hybrid), with ")
+    assert lines[fused + 2] == "no test after the last step: an empty split"

@@ -60,3 +60,21 @@ def test_an_error_is_raised_at_its_item_and_ends_the_iteration():
     with pytest.raises(OSError, match="the disk is gone"):
         next(items)
     assert list(items) == []
+
+
+def test_after_its_current_item_a_thread_reads_no_more():
+    seen, go_on = [], threading.Event()
+
+    def waiting():
+        for number, name in ((number, threading.current_thread().name) for number in range(9)):
+            seen.append((number, name))
+            assert number == 0 or go_on.wait(60)
+            yield number
+
+    items = read_ahead(waiting(), 5)
+    assert next(items) == 0
+    until(lambda: len(seen) == 2)
+    items.close()  # does not wait for the item
+    go_on.set()
+    until(lambda: seen[0][1] not in {thread.name for thread in threading.enumerate()})
+    assert [number for number, _ in seen] == [0, 1]

@@ -175,6 +175,17 @@ def test_a_corpus_with_the_same_name_and_other_content_is_other_data():
         compare_records(saved, record(), PATH, 8, ())
 
 
+def test_corpora_without_a_record_of_their_content_are_compared_by_path():
+    old, moved = record(), record({"data.data_path": ("2", "moved/a", "1", "b")})
+    del old["data"]["content"]
+    assert compare_records(old, record(), PATH, 8, ()) == {}
+    with pytest.raises(TrainError, match="other data: data "):
+        compare_records(old, moved, PATH, 8, ())
+    old["data"]["content"] = ["one of two"]
+    with pytest.raises(TrainError, match="other data: content "):
+        compare_records(old, record(), PATH, 8, ())
+
+
 def test_data_may_change_after_the_consumed_samples():
     Path("changes").write_text('[{"from_sample": 8, "data_path": "b"}]')
     later = record({"data.data_path_changes": "changes"})
@@ -206,6 +217,12 @@ def test_keys_that_only_one_version_records_are_not_compared(kind):
     assert compare_records(new, old, PATH, 8, ()) == {}
 
 
+def test_a_length_that_only_one_order_of_samples_records_is_not_compared():
+    plain, compat = record(), record({"data.sample_order": "compat"})
+    for saved, current in ((plain, compat), (compat, plain)):
+        assert list(compare_records(saved, current, PATH, 8, ["data"])) == ["data"]
+
+
 def test_a_local_corpus_beside_one_at_a_url_may_be_moved():
     saved = record({"data.data_path": ("2", "a", "1", "s3://bucket/c")})
     moved = record({"data.data_path": ("2", "moved/a", "1", "s3://bucket/c")})
@@ -216,8 +233,8 @@ def test_a_local_corpus_beside_one_at_a_url_may_be_moved():
 
 
 def test_replacement_data_is_identified_by_its_content():
-    def changed(words):
-        Path("changes").write_text(json.dumps([{"from_sample": 4, "data_path": words}]))
+    def changed(words, first=4):
+        Path("changes").write_text(json.dumps([{"from_sample": first, "data_path": words}]))
         return record({"data.data_path_changes": "changes"})
 
     saved = changed("a")
@@ -228,6 +245,8 @@ def test_replacement_data_is_identified_by_its_content():
     for words in ("b", ["2", "a"]):
         with pytest.raises(TrainError, match="other data: changes "):
             compare_records(saved, changed(words), PATH, 8, ())
+    with pytest.raises(TrainError, match="other data: changes "):
+        compare_records(saved, changed("a", first=5), PATH, 8, ())
     Path("a.bin").write_bytes(b"abe")
     with pytest.raises(TrainError, match="changes "):
         compare_records({"data": saved["data"]}, changed("a"), PATH, 8, ())

@@ -153,7 +153,7 @@ def read_origins(prefix: str, manifest: dict[str, Any]) -> Origins | None:
     with manifest_errors(prefix):
         counts = manifest["counts"]
         documents, numbers = counts["documents"], counts["tokens"]
-        if image_bytes := counts.get("image_bytes", 0):
+        if image_bytes := counts.get("image_bytes"):
             numbers += image_bytes // np.dtype(manifest["dtype"]).itemsize
     try:
         return Origins.from_json(manifest["chunks"], documents, numbers)

@@ -57,7 +57,7 @@ class PunktSplitter:
                 punkt.rules_for_language(language)
             except LookupError:
                 known = punkt.available_languages()
-                near = get_close_matches(language.lower(), known, n=1)
+                near = get_close_matches(language.lower(), known)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise DataError(
                     f"no rules for sentences of language {language!r}{hint} (models: "

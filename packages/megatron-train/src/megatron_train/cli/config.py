@@ -83,7 +83,7 @@ def _near(word: str, options: Sequence[Option]) -> str:
     if any(word in text for text in texts):
         return word
     parts = sorted({part for text in texts for part in re.findall(r"[a-z0-9]+", text)})
-    return next(iter(difflib.get_close_matches(word, parts, n=1, cutoff=0.7)), word)
+    return next(iter(difflib.get_close_matches(word, parts, cutoff=0.7)), word)
 
 
 def _has(text: str, words: list[str]) -> bool:
