@@ -89,6 +89,24 @@ def test_a_refused_rank_leaves_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.usefixtures("alone")
+def test_ranks_compare_layouts_first_and_what_they_created_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[tuple[str, dict[str, str]]] = []
+
+    def agree(store: Any, topic: str, values: dict[str, str], **_: Any) -> None:
+        compared.append((topic, values))
+
+    monkeypatch.setattr(job, "agree", agree)
+    layout = ParallelLayout()
+    Mesh.bind(layout, configuration="digest", timeout=MINUTE).close()
+    assert compared == [
+        ("layout and configuration", {"layout": str(layout), "configuration": "digest"}),
+        ("process groups", {"number of groups": "0"}),
+    ]
+
+
 @pytest.mark.parametrize("ranks", [range(0), range(0, 4, 2), range(-1, 1), range(2, 0, -1)])
 def test_ranks_of_a_layout_are_consecutive(ranks: range) -> None:
     with pytest.raises(LayoutError, match=r"^text: .* is not a range of one or more consecutive"):

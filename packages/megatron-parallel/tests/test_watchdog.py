@@ -237,8 +237,11 @@ def test_a_host_that_an_abort_does_not_release_is_ended_with_the_message(
     assert capsys.readouterr().err.startswith("rank 1 did not join all_reduce (not completed")
 
 
-def watching() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "collectives"]
+@pytest.fixture
+def watching() -> Callable[[], list[threading.Thread]]:
+    """Returns the threads of the watchdogs of this test."""
+    before = set(threading.enumerate())
+    return lambda: [t for t in threading.enumerate() if t.name == "collectives" and t not in before]
 
 
 @pytest.fixture
@@ -249,7 +252,11 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_closed_watchdog_ends_nothing(monkeypatch: pytest.MonkeyPatch, ends: list[int]) -> None:
+def test_a_closed_watchdog_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    ends: list[int],
+    watching: Callable[[], list[threading.Thread]],
+) -> None:
     monkeypatch.setattr("megatron_parallel.collectives.watchdog.MARGIN", timedelta(seconds=0.01))
     dog = Watchdog(Reached, lambda: None, 0.02)
     dog.close()
@@ -264,7 +271,9 @@ def test_a_closed_watchdog_ends_nothing(monkeypatch: pytest.MonkeyPatch, ends: l
 
 
 def test_a_host_that_has_raised_the_error_is_not_ended(
-    monkeypatch: pytest.MonkeyPatch, ends: list[int]
+    monkeypatch: pytest.MonkeyPatch,
+    ends: list[int],
+    watching: Callable[[], list[threading.Thread]],
 ) -> None:
     monkeypatch.setattr("megatron_parallel.collectives.watchdog.MARGIN", timedelta(seconds=10))
     aborted = threading.Event()
