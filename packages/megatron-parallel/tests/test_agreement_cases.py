@@ -145,6 +145,26 @@ def test_the_first_rank_names_the_missing_ones() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("method", "error", "state"),
+    [("wait", StoreError("late"), "frozen"), ("set", RuntimeError("Broken pipe"), "gone")],
+)
+def test_a_lost_store_is_named(
+    monkeypatch: pytest.MonkeyPatch, method: str, error: Exception, state: str
+) -> None:
+    def lost(*_: Any) -> None:
+        raise error
+
+    store = BoundedStore(dist.HashStore())
+    monkeypatch.setattr(store, method, lost)
+    with pytest.raises(CollectiveError) as caught:
+        agree(store, "sizes", {}, rank=1, ranks=range(2), timeout=timedelta(seconds=60))
+    assert str(caught.value) == (
+        f"rank 0, which keeps the job's store, is {state}: the comparison of sizes on axis 'world' "
+        f"(ranks 0-1) failed ({error})"
+    )
+
+
 def test_requests_have_a_deadline_of_their_own_and_errors_are_raised() -> None:
     answered, abandonable = threading.Event(), list[bool]()
 

@@ -17,7 +17,12 @@ from megatron_parallel import (
 )
 from megatron_parallel.collectives import ExposedTime, exposed_time, raise_collective_errors
 from megatron_parallel.collectives import watchdog as watchdog_module
-from megatron_parallel.collectives.async_collective import AsyncCollective, start_reduce_scatter
+from megatron_parallel.collectives.async_collective import (
+    AsyncCollective,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megatron_parallel.collectives.traffic import Traffic
 from megatron_parallel.collectives.watchdog import Watchdog, marker_factory
 from megatron_parallel.imagined.functions import Queue, cuda_functions
@@ -97,6 +102,17 @@ def test_messages_that_were_not_sent_count_as_zero() -> None:
     assert traffic.of("dp", "all_reduce").calls == 0 and len(traffic.records) == 1
 
 
+def test_columns_of_a_table_of_traffic_are_as_wide_as_their_longest_text() -> None:
+    traffic = Traffic()
+    traffic.add("expert_tp", "send", 1_000_000)
+    traffic.add("tp", "send", 5)
+    assert str(traffic) == (
+        "axis       operation  calls      bytes\n"
+        "expert_tp  send           1  1,000,000\n"
+        "tp         send           1          5"
+    )
+
+
 def test_a_failed_block_is_not_watched_and_errors_of_the_caller_stay() -> None:
     dog = Dog()
     axis = axis_of(dog)
@@ -121,6 +137,14 @@ def test_parts_that_are_not_equal_are_refused_before_anything_starts() -> None:
     message = r"dim 0 of shape \(3, 2\) cannot be cut into 2 equal parts over axis 'tp'"
     with pytest.raises(LayoutError, match=message):
         start_reduce_scatter(torch.ones(3, 2), axis)
+
+
+def test_results_have_the_shapes_of_parts_or_wholes_along_dim_0() -> None:
+    with Mesh.imagined(ParallelLayout(tp=3, dp=1)) as mesh:
+        axis, x = mesh.axis("tp"), torch.ones(6, 2, 5)
+        assert start_all_gather(x, axis).wait().shape == (18, 2, 5)
+        assert start_reduce_scatter(x, axis).wait().shape == (2, 2, 5)
+        assert start_all_reduce(x, axis).wait() is x
 
 
 def test_exposed_time_is_the_sum_of_blocks_that_do_not_raise(

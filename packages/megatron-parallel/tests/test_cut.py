@@ -3,6 +3,7 @@
 import pytest
 import torch
 from megatron_parallel import Mesh, ParallelLayout, Sharding
+from megatron_parallel.collectives.traffic import Traffic
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.sharding import Box, Cut, Region, map_whole, tensor_parallel_cut
 from megatron_parallel.testing import WorkerPool
@@ -128,3 +129,25 @@ def test_fused_sizes_must_add_up() -> None:
         LayoutError, match=r"fused_sizes=\(4, 2\) do not add up to the last dim but"
     ):
         Sharding((2, 7, 3), fused_sizes=(4, 2))
+
+
+def test_a_flat_shard_of_one_box_is_viewed_as_the_box() -> None:
+    ((piece, _),) = Region(None, (Box((0, 1), (2, 2)),)).pieces(torch.arange(4.0))
+    assert piece.tolist() == [[0, 1], [2, 3]]
+
+
+def test_the_cut_of_a_parameter_that_is_not_of_experts_has_boxes_of_the_whole() -> None:
+    mesh = Mesh(ParallelLayout(tp=2, dp=1), 1)
+    cut = tensor_parallel_cut(Sharding((4, 6), "tp", 0), mesh)
+    assert cut is not None and cut.shape == (4, 6)
+    assert cut.boxes == (Box((0, 0), (2, 6)), Box((2, 0), (2, 6))) and cut.own == cut.boxes[1]
+
+
+def test_work_is_shared_unless_every_rank_is_to_have_all_results() -> None:
+    boxes, traffic = (Box((0, 0), (2, 2)), Box((2, 0), (2, 2))), Traffic()
+    with Mesh.imagined(ParallelLayout(dp=2)) as mesh:
+        axis = mesh.axis("dp")
+        axis.ledger.open.append(traffic)
+        cuts = [Cut(axis, (4, 2), boxes)]
+        map_whole([torch.ones(2, 2)], cuts, lambda indices, wholes: wholes)
+    assert [record[1:3] for record in traffic.records] == [("all_to_all", 2)]

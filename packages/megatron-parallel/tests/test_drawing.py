@@ -107,3 +107,19 @@ def test_groups_of_experts_are_listed_with_expert_parallelism_only() -> None:
     assert "ep                   2 x 2     [0 1] [2 3]" in drawn
     assert "expert_dp            2 x 2     [0 2] [1 3]" in drawn
     assert drawn.endswith("one rank each: cp, pp, embedding, expert_tp")
+
+
+def test_columns_leave_room_for_the_number_of_hidden_ones() -> None:
+    """A margin of 6, columns of 8, a border and 12 characters for the number of those left out."""
+    layout = ParallelLayout().resolve(99)
+    for width, shown in ((35, 2), (34, 1), (27, 1), (8, 1)):
+        lines = draw_layout(layout, width).splitlines()
+        assert lines[4].count("│") == shown + 1 and lines[4].endswith(f"│ … {99 - shown} more")
+
+
+def test_ranks_of_a_cell_or_group_take_half_the_width() -> None:
+    layout = ParallelLayout(tp=8).resolve(8)
+    for width, cell in ((30, "│  0 1 2 3 4 5 6 7  │"), (29, "│  0 1 … 7  │")):
+        assert cell.replace("  ", " ") in draw_layout(layout, width).splitlines()[4]
+    for width, group in ((61, "[0 1 2 3 4 5 6 7]"), (60, "[0 1 … 7]")):  # of 31 less
+        assert draw_layout(layout, width).splitlines()[7].endswith(group)

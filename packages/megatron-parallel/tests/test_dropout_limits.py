@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_parallel import DropoutKey, LayoutError, keyed_dropout, keyed_uniform
+from megatron_parallel import DropoutKey, LayoutError, _compat, keyed_dropout, keyed_uniform
 from megatron_parallel.dropout import DropoutFusion, dropout, keep_mask
 from megatron_parallel.dropout.hash import bits
 from megatron_parallel.dropout.key import DropoutSite
 
 SITE: dict[str, Any] = {"layer": 3, "site": 2}
 WORD = 2**32
+OTHER_BITS = f"torch {torch.__version__} compiles it to other bits"
 
 
 def key_of(samples: int = 2, positions: int = 5) -> DropoutKey:
@@ -112,6 +113,15 @@ def test_code_for_a_compiler_drops_the_same(monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(dropout._fused(x, key.word0, key.word1, 3, site), expected)
     assert options == [{"dynamic": True, "fullgraph": True}]  # compiled once
     dropout._compiled.cache_clear()
+
+
+def test_dropout_is_fused_if_its_bits_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device without values, where the comparison is the test's."""
+    monkeypatch.setattr(_compat, "why_not_compiled", lambda: None)
+    monkeypatch.setattr(dropout, "_fused", dropout._eager)
+    for equal, fused in ((True, DropoutFusion(True)), (False, DropoutFusion(False, OTHER_BITS))):
+        monkeypatch.setattr(torch, "equal", lambda one, other, equal=equal: equal)
+        assert dropout.dropout_fusion.__wrapped__(torch.device("meta")) == fused
 
 
 def test_whether_dropout_is_fused_is_one_line() -> None:

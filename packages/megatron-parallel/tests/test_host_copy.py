@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,17 @@ def test_a_copy_on_the_cpu_has_arrived_and_does_not_change() -> None:
     assert copy.arrived
     assert copy.read().tolist() == [0.0, 1.0, 2.0]
     assert not copy.read().requires_grad
+
+
+def test_a_copy_in_progress_is_waited_for_once() -> None:
+    waits: list[str] = []
+    copy = HostCopy(torch.ones(2))
+    copy._event = SimpleNamespace(  # type: ignore[assignment]
+        query=lambda: False, synchronize=lambda: waits.append("event")
+    )
+    assert not copy.arrived
+    assert copy.read().tolist() == copy.read().tolist() == [1.0, 1.0]
+    assert copy.arrived and waits == ["event"]
 
 
 @pytest.mark.gpu

@@ -390,6 +390,12 @@ def test_numbers_with_values_are_read_and_others_assumed_in_order():
         assert read_numbers(torch.ones(2), lambda: (0.25, 4.0)) == [0.25, 4.0]
 
 
+def test_reading_numbers_without_values_is_a_wait(ledger: DeviceLedger):
+    with pytest.raises(NotImplementedError, match="meta"):  # which has no values to copy
+        read_numbers(on_device(2), lambda: (0.25, 4.0))
+    assert [cause.partition(" at ")[0] for cause in ledger.waits] == ["copy to the host"]
+
+
 def test_functions_of_torch_cuda_describe_one_device_with_one_stream():
     waits: list[str] = []
     with cuda_functions("a device", 7 << 30, waits.append, Queue()):

@@ -143,6 +143,28 @@ def test_the_format_is_pinned(single: Mesh) -> None:
     assert whole[0, :3].tolist() == pytest.approx(FIRST_THREE, abs=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [((65537,), (65536, 1)), ((3, 70001), (1, 1, 1)), ((2, 32769), (1, 1)), ((2, 32768), (2,))],
+    ids=str,
+)
+def test_a_block_has_65536_elements_or_one_row(
+    shape: tuple[int, ...], blocks: tuple[int, ...], single: Mesh
+) -> None:
+    whole = drawn(Sharding(shape), single, std=1.0)
+    for block, part in enumerate(whole.split(blocks)):
+        key = blake2b(f"11/w/{block}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
+        assert torch.equal(part, torch.empty_like(part).normal_(generator=generator))
+
+
+def test_a_scalar_is_a_block_of_one_number(single: Mesh) -> None:
+    key = blake2b(b"11/w/0", digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
+    expected = torch.empty(()).normal_(generator=generator)
+    assert torch.equal(drawn(Sharding(()), single, std=1.0), expected)
+
+
 def test_parameters_are_filled_by_their_global_names(single: Mesh) -> None:
     class Owner(nn.Module):
         def __init__(self) -> None:

@@ -181,7 +181,10 @@ def test_names_of_groups() -> None:
     for name in ("hybrid_cp_0", "hybrid_cp_02", "hybrid_cp_6", "stages_", "stages_1_"):
         with pytest.raises(LayoutError, match=f"no group is called '{name}'"):
             group_kind(name)
-    with pytest.raises(LayoutError, match=r"'xyz': there are tp, cp, .*, tp_pp, .*, hybrid_cp_8$"):
+    with pytest.raises(
+        LayoutError,
+        match=r"'xyz': there are tp, cp, .*, tp_pp, .*, hybrid_cp_2, hybrid_cp_4, hybrid_cp_8$",
+    ):
         canonical_group_name("xyz")
 
 
@@ -192,7 +195,7 @@ def test_a_mesh_without_processes_has_coordinates() -> None:
     assert (inner.axis("pp").size, inner.axis("pp").index) == (3, 1)
     assert inner.axis("embedding").size == 0 and not inner.has_axis("embedding")
     assert inner.has_axis("tp_pp") and not inner.has_axis("cp_inner")
-    assert AbstractMesh(layout).axis("embedding").index == 0
+    assert AbstractMesh(layout).axis("tp").index == 0 == inner.axis("embedding").index
     assert AbstractMesh(layout, 4).axis("embedding").index == 1
 
 
@@ -211,7 +214,7 @@ def test_a_grid_may_begin_at_any_rank_but_a_negative_one() -> None:
         Grid(("a",), (1,), joint_axes=(("a", "c"),))
 
 
-@pytest.mark.parametrize("text", ["3", " 5\n", "0004"])
+@pytest.mark.parametrize("text", ["3", " 5\n", "0004", "0000000004"])
 def test_numbers_of_a_launcher_are_read(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("NUMBER", text)
     assert environment_number("NUMBER", 3, 5) == int(text)

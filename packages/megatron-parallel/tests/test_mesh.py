@@ -20,6 +20,7 @@ from megatron_parallel import (
     _compat,
     all_reduce,
 )
+from megatron_parallel.mesh.imagined import ImaginedJob
 from megatron_parallel.mesh.rendezvous import loopback_address
 from megatron_parallel.testing import Rank, WorkerPool
 from torch.distributed import distributed_c10d
@@ -66,13 +67,14 @@ def test_ranks_that_do_not_start_are_reported_in_one_line_within_the_time_out(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("MASTER_PORT", "70000"),
+        ("MASTER_PORT", "65536"),
         ("MASTER_PORT", "http"),
         ("MASTER_PORT", "9" * 5000),
         ("RANK", "1"),
         ("RANK", "-1"),
         ("WORLD_SIZE", ""),
         ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", str(2**31)),
     ],
 )
 def test_invalid_environment_variables_are_reported_in_one_line(
@@ -203,6 +205,7 @@ def test_every_group_communicates_among_its_ranks(
 def test_equal_sets_of_ranks_share_one_group(worker_pool: WorkerPool) -> None:
     def shared(mesh: Mesh) -> bool:
         tp = mesh.axis("tp").group
+        assert mesh.axis("cp").group is None  # of one rank
         return tp is mesh.axis("tp_cp").group and tp is mesh.axis("model").group
 
     assert worker_pool.run_mesh(ParallelLayout(tp=2), shared, ranks=4) == [True] * 4
@@ -290,8 +293,11 @@ def test_a_rank_of_an_imagined_job_has_its_axes_and_leaves_the_job_when_closed()
         assert mesh.is_imagined and mesh.world_size == 12 and dist.is_initialized()
         assert mesh.axis("tp").ranks == (6, 7) and mesh.axis("pp").ranks == (3, 7, 11)
         assert mesh.axis("tp").process_group.size() == 2
-        assert mesh.add_stage_group((0, 1)) == "stages_0_1" == mesh.add_stage_group((1, 0))
-        assert mesh.axis("stages_0_1").process_group.size() == 2
+        assert mesh.add_stage_group((0, 1)) == "stages_0_1"
+        shared = mesh.axis("stages_0_1").process_group
+        assert mesh.add_stage_group((1, 0)) == "stages_0_1" and shared.size() == 2
+        assert mesh.axis("stages_0_1").process_group is shared
+        assert mesh.axis("cp").group is None and mesh.axis("world").group is not None
         assert mesh.add_stage_group((2,)) is None
         mesh.agree("anything", {"a": "b"})  # asks no rank
         with pytest.raises(LayoutError, match="close the mesh of the other rank first"):
@@ -313,3 +319,18 @@ def test_ranks_of_a_mesh_may_begin_at_another_rank() -> None:
     assert mesh.axis("world").index == 3 and mesh.timeout == timedelta(minutes=10)
     assert mesh.add_stage_group((0, 1)) == "stages_0_1"
     assert mesh.axis("stages_0_1").ranks == (5, 7)
+
+
+def test_a_closed_mesh_destroys_its_groups_and_leaves_those_of_other_meshes() -> None:
+    layout = ParallelLayout(tp=2, dp=2)
+    job = ImaginedJob(0, 4, torch.device("cpu"), timedelta(minutes=1))
+    first, second = (
+        Mesh(layout, 0, groups=job.create_groups([(0, 1), (0, 2)]), job=job) for _ in range(2)
+    )
+    gone, kept = first.axis("tp").process_group, second.axis("tp").process_group
+    first.close()
+    assert dist.get_process_group_ranks(kept) == [0, 1]
+    with pytest.raises(KeyError):
+        dist.get_process_group_ranks(gone)
+    second.close()
+    assert not dist.is_initialized()

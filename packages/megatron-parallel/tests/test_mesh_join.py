@@ -89,6 +89,24 @@ def test_a_refused_rank_leaves_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.usefixtures("alone")
+def test_ranks_compare_layouts_first_and_what_they_created_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[tuple[str, dict[str, str]]] = []
+
+    def agree(store: Any, topic: str, values: dict[str, str], **_: Any) -> None:
+        compared.append((topic, values))
+
+    monkeypatch.setattr(job, "agree", agree)
+    layout = ParallelLayout()
+    Mesh.bind(layout, configuration="digest", timeout=MINUTE).close()
+    assert compared == [
+        ("layout and configuration", {"layout": str(layout), "configuration": "digest"}),
+        ("process groups", {"number of groups": "0"}),
+    ]
+
+
 @pytest.mark.parametrize("ranks", [range(0), range(0, 4, 2), range(-1, 1), range(2, 0, -1)])
 def test_ranks_of_a_layout_are_consecutive(ranks: range) -> None:
     with pytest.raises(LayoutError, match=r"^text: .* is not a range of one or more consecutive"):
@@ -173,6 +191,7 @@ def test_other_ranks_connect_and_other_machines_use_the_store_of_torch(
     assert joined(monkeypatch, 0, "10.0.0.7") == plain
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert joined(monkeypatch, 0, "127.0.0.1", **agent) == plain
+    assert joined(monkeypatch, 998, "10.0.0.7", WORLD_SIZE="999") == plain
     assert joined(monkeypatch, 0, "10.0.0.7", "cuda") == {
         "backend": "nccl",
         "timeout": timedelta(minutes=2),  # a minute to find and name the missing rank
@@ -189,6 +208,9 @@ def test_the_device_of_a_rank_becomes_the_current_one(monkeypatch: pytest.Monkey
     assert local_device("cuda") == torch.device("cuda", 0) == current[-1]
     assert local_device("cuda:3") == torch.device("cuda", 3) == current[-1]
     assert local_device("cpu") == torch.device("cpu") and len(current) == 3
+    monkeypatch.setenv("LOCAL_RANK", "100")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 101)
+    assert local_device("cuda") == torch.device("cuda", 100)
 
 
 def test_a_gpu_is_identified_by_name_number_and_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +230,7 @@ def test_meshes_whose_host_does_not_wait_have_a_watchdog() -> None:
         dog = mesh.axis("tp").watchdog
         assert (dog is not None) == watched and mesh.axis("world").watchdog is dog
         mesh.close()
+        assert dog is None or dog._closed.is_set()
     grid = GridMesh(Grid.of(a=2, b=2), 3)
     assert (grid.axis("a").ranks, grid.axis("b").index, grid.world_size) == ((2, 3), 1, 4)
 

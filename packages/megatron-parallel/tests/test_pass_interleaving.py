@@ -111,6 +111,13 @@ def test_an_error_in_either_pass_ends_both(failing: str, handed_over: int) -> No
     assert len(log) == 4
 
 
+def test_a_process_ends_without_the_thread_of_a_pass() -> None:
+    assert PassInterleaver().run_pair(int, lambda: 5) == 5
+    found: list[threading.Thread] = []
+    PassInterleaver().run_pair(lambda: found.append(threading.current_thread()), int)
+    assert found[0].daemon and not found[0].is_alive()
+
+
 def test_an_interrupt_ends_both() -> None:
     interleaver = PassInterleaver()
 

@@ -125,6 +125,12 @@ def test_tied_copies_are_made_equal(worker_pool: WorkerPool) -> None:
     assert [t[0].item() for t in ranks] == [0.0, 1.0, 2.0, 0.0]  # inner stages hold none
 
 
+def test_where_one_rank_has_all_stages_of_a_tied_weight_nothing_is_summed(single: Mesh) -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    sum_tied_gradient(weight, single)
+    assert weight.grad is None
+
+
 def test_a_tied_gradient_that_one_stage_did_not_reach_is_zero_there(
     worker_pool: WorkerPool,
 ) -> None:

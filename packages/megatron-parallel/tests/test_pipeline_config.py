@@ -1,8 +1,10 @@
 """Megatron's layout strings for uneven stages, and pipeline settings that exclude one another."""
 
+from dataclasses import fields
+
 import pytest
 from megatron_parallel import LayoutError, ParallelLayout
-from megatron_parallel.pipeline import PipelineConfig, parse_pipeline_layout
+from megatron_parallel.pipeline import SCHEDULES, PipelineConfig, parse_pipeline_layout
 
 PP2 = ParallelLayout(pp=2)
 VPP2 = ParallelLayout(pp=2, vpp=2)
@@ -121,6 +123,11 @@ def test_contradicting_pipeline_settings_are_refused(
         config = PipelineConfig(**settings)  # type: ignore[arg-type]
         config.stage_layers(4, config.resolve_layout(layout))
     assert message in str(refused.value)
+
+
+def test_schedules_are_chosen_by_name_but_for_the_one_that_a_setting_of_its_own_selects() -> None:
+    (field,) = (each for each in fields(PipelineConfig) if each.name == "schedule")
+    assert field.metadata["choices"] == tuple(n for n in SCHEDULES if not n.startswith("combined"))
 
 
 def test_a_layout_string_excludes_other_sizes() -> None:

@@ -1,5 +1,6 @@
 """The engine on one rank, its sums, and what describes passes, tensors and durations."""
 
+from contextlib import nullcontext
 from fractions import Fraction
 from typing import Any
 
@@ -103,6 +104,18 @@ def test_an_engine_refuses_chunks_and_groups_that_do_not_fit(single: Mesh) -> No
     with pytest.raises(LayoutError, match="group_size=2 needs schedule"):
         engine(single, Layer(), group_size=2)
     assert engine(single, [Layer()], schedule="combined-1f1b").interleaver is not None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "combined-1f1b"])
+def test_the_last_backward_pass_of_a_loop_is_known(single: Mesh, schedule: str) -> None:
+    passes: list[BackwardPass] = []
+
+    def around(backward: BackwardPass) -> Any:
+        passes.append(backward)
+        return nullcontext()
+
+    engine(single, Layer(), schedule=schedule, around_backward=around).run(BATCHES, {"loss": 1.0})
+    assert passes == [BackwardPass(0, 0, last=False), BackwardPass(0, 1, last=True)]
 
 
 def test_tensors_and_passes_are_described() -> None:

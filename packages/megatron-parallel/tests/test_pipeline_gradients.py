@@ -65,6 +65,18 @@ def test_reductions_start_in_a_whole_pass_and_after_a_split_one(
         assert found == [False, False, not split, True, [[4.0, 4.0]]]
 
 
+def test_closed_buffers_collect_no_gradients() -> None:
+    chunk = weight_only().bfloat16()  # whose gradients are collected in float32
+    gradients = ChunkGradients(Mesh(ParallelLayout(dp=2), 0), [chunk], TABLE)
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
+    with gradients.around_backward(BackwardPass(0, 0, last=False)):
+        chunk(x).sum().backward()
+    assert chunk.weight.grad is None
+    gradients.close()
+    chunk(x).sum().backward()
+    assert chunk.weight.grad is not None
+
+
 def shared_by_both_ends(mesh: Mesh, split: bool) -> list[Any]:
     """Returns for rank 0, after each last pass, whether the shared bucket is reduced; its sum."""
     if mesh.rank:

@@ -1,9 +1,11 @@
 """What a rank reports of the message that it waits for, and which rank it names as the cause."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel.collectives import failure as collective_failure
 from megatron_parallel.mesh.store import BoundedStore
 from megatron_parallel.pipeline import Action, failure
 from megatron_parallel.pipeline.failure import PipelineMonitor
@@ -245,3 +247,42 @@ def test_other_reports_are_awaited_longer_after_a_time_out(
     rank.expect_receive("activations", 0, 0)
     assert text in rank.diagnose(RuntimeError(text))
     assert seconds <= clock.now < seconds + 0.5
+
+
+class Dog:
+    """Records what a watchdog is asked for."""
+
+    def __init__(self) -> None:
+        self.checks, self.watched = 0, list[Any]()
+
+    def check(self) -> None:
+        self.checks += 1
+
+    def watch(self, operation: Any) -> None:
+        self.watched.append(operation)
+
+
+def test_passes_on_a_stream_are_watched_by_the_message_that_they_start_with(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, dog = Mesh(PP3, 1), Dog()
+    mesh._watchdog = dog  # type: ignore[assignment]
+    mesh._add_axis("pp", (0, 1, 2))
+    rank = PipelineMonitor(mesh, 3, lambda: None)
+    for number, action in enumerate((Action("F", 1, 4), Action("B", 1, 3), Action("W", 1, 3))):
+        with rank.running(action):
+            assert dog.checks == number + 1
+    forward, backward = dog.watched
+    assert (forward.axis_name, forward.description, backward.description) == (
+        "pp",
+        "receive of the activations of micro-batch 4 from rank 0",
+        "receive of the gradient of micro-batch 3 from rank 2",
+    )
+    # What one operation reports, the others know.
+    monkeypatch.setattr(collective_failure, "default_store", failure.default_store)
+    assert not backward.failure_reported()
+    assert forward.diagnose("late") == (
+        "rank 0 (stage 0 of 3) did not send the activations of micro-batch 4 to rank 1 on axis "
+        "'pp' (late)"
+    )
+    assert backward.failure_reported() and clock.now > 2

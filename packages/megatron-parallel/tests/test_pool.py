@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_parallel.imagined import guard, guard_loaded
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
 from megatron_parallel.testing import pool as pool_module
+from waiting import wait_until
 
 
 @dataclass
@@ -126,6 +127,22 @@ def test_a_rank_that_dies_is_named_with_its_status(worker_pool: WorkerPool) -> N
         worker_pool.run(lambda rank: rank.rank and os.kill(os.getpid(), signal.SIGKILL))
 
 
+def test_a_rank_that_crashes_is_shown_where_it_was(worker_pool: WorkerPool) -> None:
+    def crash(rank: Rank) -> None:
+        os.kill(os.getpid(), signal.SIGABRT)
+
+    with pytest.raises(WorkerError, match=r"(?s)^rank 0 of 1 died of signal 6 .* in crash"):
+        worker_pool.run(crash, ranks=1)
+
+
+def test_an_interrupt_at_the_terminal_reaches_no_rank(worker_pool: WorkerPool) -> None:
+    def session(rank: Rank) -> tuple[int, bool]:
+        return os.getsid(0), signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+    ((found, ignored),) = worker_pool.run(session, ranks=1)
+    assert found != os.getsid(0) and ignored
+
+
 def test_a_rank_that_hangs_is_shown_where_it_was(worker_pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match="did not finish within 1 s") as caught:
         worker_pool.run(hang_on, 1, timeout=1)  # the rank would sleep for ten minutes
@@ -142,7 +159,10 @@ def test_the_workers_of_the_last_three_numbers_of_ranks_wait_for_calls() -> None
         assert pool.run(pid, ranks=1) == one
         pool.run(pid, ranks=4)
         assert pool.run(pid, ranks=3) == three and pool.run(pid, ranks=1) == one
-        assert not set(pool.run(pid, ranks=2)) & set(two)
+        last = pool.run(pid, ranks=2)
+        assert not set(last) & set(two)
+        os.kill(pool._server.pid, signal.SIGKILL)  # the workers end with it
+        wait_until(lambda: not any(map(is_running, last)))
 
 
 def test_collectives_have_more_time_in_calls_with_more_time(worker_pool: WorkerPool) -> None:
@@ -183,8 +203,9 @@ def test_a_worker_lost_between_calls_is_replaced_with_a_warning(worker_pool: Wor
     connection = worker_pool._worker_sets[2][1]
     os.kill(killed, signal.SIGKILL)
     select.select([connection], [], [], 60)  # until all of its threads have ended
-    with pytest.warns(UserWarning, match="rank 1 died of signal 9"):
+    with pytest.warns(UserWarning, match="rank 1 died of signal 9") as warned:
         assert worker_pool.run(sum_over_ranks, 1.0)[0].total == 3.0
+    assert warned[0].filename == __file__
 
 
 def test_a_call_is_one_message_to_each_worker_and_one_back(

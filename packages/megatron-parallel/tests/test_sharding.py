@@ -169,6 +169,8 @@ def test_views_of_bucket_shards_form_the_global_tensor(tensor_ranks: list[Mesh])
         for i, mesh in enumerate(tensor_ranks)
     ]
     assert torch.equal(whole, torch.cat(expected)[:10])
+    (view,) = flat_range_views(torch.ones(2), 1, Sharding((3,)), Mesh.single())
+    assert (view.replica, view.offsets) == (0, (1,))
 
 
 # -- tables ------------------------------------------------------------------------------------
@@ -378,6 +380,7 @@ def test_flat_ranges_outside_of_a_tensor_are_refused(start: int, stop: int) -> N
         flat_range_boxes((2, 3), start, stop)
     assert flat_range_boxes((2, 3), 6, 6) == ()
     assert flat_range_boxes((2, 3), 0, 6) == (Box((0, 0), (2, 3)),)
+    assert flat_range_boxes((2, 3), 1, 5) == (Box((0, 1), (1, 2)), Box((1, 0), (1, 2)))
 
 
 def test_constants_fill_the_parameter_but_not_its_padding() -> None:

@@ -237,11 +237,53 @@ def test_a_host_that_an_abort_does_not_release_is_ended_with_the_message(
     assert capsys.readouterr().err.startswith("rank 1 did not join all_reduce (not completed")
 
 
-def test_a_closed_watchdog_ends_nothing() -> None:
+@pytest.fixture
+def watching() -> Callable[[], list[threading.Thread]]:
+    """Returns the threads of the watchdogs of this test."""
+    before = set(threading.enumerate())
+    return lambda: [t for t in threading.enumerate() if t.name == "collectives" and t not in before]
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The statuses with which watchdogs would have ended the process."""
+    found: list[int] = []
+    monkeypatch.setattr(os, "_exit", found.append)
+    return found
+
+
+def test_a_closed_watchdog_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    ends: list[int],
+    watching: Callable[[], list[threading.Thread]],
+) -> None:
+    monkeypatch.setattr("megatron_parallel.collectives.watchdog.MARGIN", timedelta(seconds=0.01))
     dog = Watchdog(Reached, lambda: None, 0.02)
     dog.close()
     dog.watch(Operation("all_reduce"))
+    wait_until(lambda: not watching())
     dog.check()
+    late = Watchdog(Reached, lambda: late.close(), 0.02)  # is closed while it aborts
+    late.watch(Operation("all_reduce"))
+    assert all(thread.daemon for thread in watching())
+    wait_until(lambda: not watching())
+    assert ends == []
+
+
+def test_a_host_that_has_raised_the_error_is_not_ended(
+    monkeypatch: pytest.MonkeyPatch,
+    ends: list[int],
+    watching: Callable[[], list[threading.Thread]],
+) -> None:
+    monkeypatch.setattr("megatron_parallel.collectives.watchdog.MARGIN", timedelta(seconds=10))
+    aborted = threading.Event()
+    dog = Watchdog(Reached, aborted.set, 0.02)
+    dog.watch(Operation("all_reduce"))
+    assert aborted.wait(HANG)
+    with pytest.raises(CollectiveError, match="rank 1 did not join all_reduce"):
+        dog.check()
+    wait_until(lambda: not watching())
+    assert ends == []
 
 
 def test_the_time_out_of_groups_exceeds_that_of_the_mesh_if_the_backend_enqueues() -> None:

@@ -176,7 +176,7 @@ class Extensions:
             shown: How the message shows the name. Defaults to its `repr`.
         """
         known = list(self.entries())
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, known)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return (
             f"no {self.what} {shown or repr(name)}{hint}; installed are "

@@ -30,7 +30,7 @@ def _table(layout: ParallelLayout, width: int) -> list[str]:
     titles = [f"dp {dp}" + (f" cp {cp}" if layout.cp > 1 else "") for dp, cp in columns]
     last = layout.pp - 1  # whose texts are the longest
     rank_texts = [_ranks_text(cells[last, dp, cp], digits, width // 2) for dp, cp in columns]
-    cell = max(*(len(text) for text in rank_texts), *(len(title) for title in titles), 1) + 2
+    cell = max(len(text) for text in (*rank_texts, *titles)) + 2
     margin = len(_row_name(layout, last)) + 2
     fitting = max(1, (width - margin - 1 - 12) // (cell + 1))
     shown = columns if len(columns) * (cell + 1) + margin + 1 <= width else columns[:fitting]

@@ -93,7 +93,7 @@ def group_kind(name: str) -> GroupKind:
         holders = tuple(name.removeprefix(_STAGES).split("_"))
         return GroupKind("stages", holders, "holders of parameters that these pipeline ranks share")
     known = [*GROUPS, *_ALIASES, *(pool_group_name(2**power) for power in range(1, 4))]
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
     raise LayoutError(f"no group is called {name!r}: {hint}")
 

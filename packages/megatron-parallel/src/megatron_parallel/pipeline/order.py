@@ -226,7 +226,7 @@ class _Plan:
 
     def add(self, words: str, times: int = 1) -> None:
         """Adds passes given as kind and chunk, as in `F0 I1 W1`. `W` alone is the oldest left."""
-        for word in words.split() * max(0, times):
+        for word in words.split() * times:
             if word == "W":
                 if self._split:
                     self._append("W", self._split[0].stage)
