@@ -24,11 +24,12 @@ elif how != "compiled":
     flex.compiled = lambda device: flex_attention
 torch.manual_seed(2)
 ids = torch.tensor([[0] * 3 + [1] * 6, [4] * 4 + [2] * 2 + [-1] * 3], dtype=torch.int32)
+order = torch.arange(9, dtype=torch.int32)
 masks = [
     Mask(), Mask(causal=False), Mask(window=3), Mask(causal=False, window=3),
     Mask(document_ids=ids), Mask(document_ids=ids, causal=False, window=2),
     Mask(prefix=torch.tensor([2, 5])), Mask(chunk=4),
-    Mask(positions=torch.arange(9, dtype=torch.int32).flip(0).expand(2, 9)),
+    Mask(positions=torch.stack((order.flip(0), order.roll(4)))),
 ]
 q, k, v = (torch.randn(9, 2, heads, 16) for heads in (4, 2, 2))
 slopes, sinks = torch.tensor([0.5, 0.25, 0.1, 0.0]), torch.tensor([0.3, -1.0, 2.0, 0.0])

@@ -61,8 +61,12 @@ def test_a_limit_as_wide_as_the_sequence_needs_no_tensor(rule: str) -> None:
     for sizes in ((5, 5, 0), (1, 5, 4)):
         written, is_causal = Mask(**{rule: 4}).lower(*sizes)
         assert written is not None and not is_causal
-    # The queries of a cache may be behind all keys.
+    # The queries of a cache may be behind all keys, and positions beyond the number of keys.
     assert Mask(**{rule: 5}).lower(2, 5, 4)[0] is not None
+    far = Mask(positions=ints([0, 2, 4, 8]), **{rule: 4})
+    written, _ = far.lower(4, 4)
+    assert written is not None and torch.equal(written, far.allowed(4, 4))
+    assert not written[0, 3, 2]
 
 
 def test_a_single_query_attends_to_all_keys_before_it() -> None:
@@ -108,6 +112,8 @@ def test_lengths_are_read_where_they_save_more_than_their_calls_cost() -> None:
     many = torch.arange(64, dtype=torch.int32)[None]
     assert Mask(document_ids=many).prepare(64, 64).runs is None
     assert Mask(document_ids=many).prepare(64, 64, read_lengths=True).runs == ((1,) * 64,)
+    tens = (torch.arange(100, dtype=torch.int32) // 10)[None]
+    assert Mask(document_ids=tens).prepare(100, 100).runs == ((10,) * 10,)
     twice = few.clone()
     twice[:, :3] = 7
     twice[:, 62:] = 7
@@ -176,6 +182,8 @@ def test_scores_of_some_heads_and_keys_are_parts_of_all() -> None:
     assert few.bias is not None and torch.equal(few.bias, bias[..., :2])
     assert few.slopes is scores.slopes and scores.without_sinks().sinks is None
     assert scores.without_sinks().bias is bias
+    with pytest.raises(KernelError, match=r"softcap is -0\.5; it must be 0 \(none\) or above"):
+        Scores(softcap=-0.5)
     plain = Scores()
     assert plain.of_keys(1) is plain and plain.without_sinks() is plain
     scores.check_shapes(5, 4, 2, 3)
