@@ -188,6 +188,8 @@ def test_a_pool_exchanges_heads_over_all_of_its_ranks(small):
     [
         (3, {"cp": 2}, "a2a", "3 heads on each tensor-parallel rank .* over 2"),
         (4, {"cp": 2}, "a2a+p2p", "needs the layout's hierarchical_cp, two sizes"),
+        (4, {"cp": 1}, "a2a+p2p", None),
+        (3, {"cp": 1}, "a2a", None),
         (2, {"cp": 8, "hierarchical_cp": (4, 2)}, "a2a+p2p", "2 heads on each .* over 4"),
         (2, {"cp": 8, "hierarchical_cp": (2, 4)}, "a2a+p2p", None),
         (4, {"cp": 2, "tp": 4}, "a2a", "1 heads on each tensor-parallel rank .* over 2"),
