@@ -1,6 +1,6 @@
 """Bytes that attention saves, by hand.
 
-A pass has 3 sequences of 8 tokens. There are 4 heads of 6 channels unless a case says otherwise.
+A pass has 3 sequences of 8 tokens, and 4 heads of 6 channels unless other sizes are given.
 """
 
 from dataclasses import replace
