@@ -1,0 +1,99 @@
+"""What layers of attention report to a step, and the caches that they refuse."""
+
+import math
+
+import pytest
+import torch
+from megatron_models import GPT, ConfigError, Placement
+from megatron_models.cache import DenseKV
+from megatron_models.components.measure import scores_name
+from megatron_parallel import AuxiliaryLosses, Mesh
+
+F64 = torch.float64
+LATENT = {
+    "position_embedding_type": "rope",
+    "multi_latent_attention": True,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+}
+SPARSE = {
+    **LATENT,
+    "q_lora_rank": 14,
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 3,
+    "dsa_indexer_head_dim": 6,
+    "dsa_indexer_topk": 5,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale", "reach"),
+    [
+        ({}, 6**-0.5, 9),
+        ({"softmax_scale": 0.7, "num_query_groups": 2}, 0.7, 9),
+        ({"sliding_window": 2}, 6**-0.5, 2),
+        (LATENT, 10**-0.5, 9),
+    ],
+    ids=["plain", "scaled", "window", "latent"],
+)
+def test_every_layer_reports_the_largest_score_of_each_head(
+    small, scramble, changes, scale, reach
+) -> None:
+    model = scramble(GPT(small(**changes), Placement(Mesh.single(), dtype=F64)))
+    losses = AuxiliaryLosses({}, maxima={scores_name(layer): 4 for layer in range(2)})
+    seen = {}
+
+    def watched(number, attend):
+        def attend_and_note(context, q, k, *rest):
+            seen[number] = q.detach(), k.detach()
+            return attend(context, q, k, *rest)
+
+        return attend_and_note
+
+    for number in range(2):
+        layer = model.layers[str(number)].attention
+        layer._attend = watched(number, layer._attend)
+    tokens = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
+    model(tokens, labels=tokens, auxiliary_losses=losses)
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    hidden = (distance < 0) | (distance >= reach)
+    for number, (q, k) in seen.items():
+        keys = k.repeat_interleave(4 // k.shape[2], 2)
+        scores = torch.einsum("sbnd,tbnd->bnst", q, keys).masked_fill(hidden, -math.inf)
+        expected = scale * scores.amax((0, 2, 3))
+        torch.testing.assert_close(losses.maxima[scores_name(number)], expected)
+
+
+class TokensOnly:
+    """A cache of keys and values of heads."""
+
+    length = 3
+
+    def update(self, layer, k, v):
+        return DenseKV(k, v)
+
+
+class Opaque(TokensOnly):
+    """A cache of latents whose handle does not show them."""
+
+    def update_latent(self, layer, k, value_channels):
+        return DenseKV(k, k)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("changes", "cache", "message"),
+    [
+        (LATENT, TokensOnly(), "layer 0 caches latents, which a cache of type TokensOnly does not"),
+        (SPARSE, TokensOnly(), "layer 0 caches latents, which a cache of type TokensOnly does not"),
+        (SPARSE, Opaque(), "layer 0 reads cached keys of its indexer, .* DenseKV does not show"),
+    ],
+)
+def test_caches_that_do_not_store_what_a_layer_reads_are_refused(
+    small, changes, cache, message
+) -> None:
+    model = GPT(small(**changes), Placement(Mesh.single()))
+    with pytest.raises(ConfigError, match=message):
+        model(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
