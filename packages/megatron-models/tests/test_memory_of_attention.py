@@ -72,6 +72,8 @@ def of_pass(spec, saved_bytes, *modules, **options):
         (LEARNED, FOUR, SCORES, 12),
         # Scores that fused kernels do not have; a bound saves its tangents.
         ({"attn_logit_softcapping": 2.0}, FOUR, SCORES + T * 4 * 4 * LENGTH, 12),
+        ({"attn_logit_softcapping": 2.0}, TWO, SCORES + T * 4 * 4 * LENGTH, 12 * 2),  # in float32
+        ({"attn_logit_softcapping": 2.0}, SavedBytes(8), T * 4 * (9 + 3 * 8 * LENGTH) + 64, 12),
         ({"attn_logit_softcapping": 2.0}, replace(FOUR, fused_scores=True), ROWS, 12),
         ({"position_embedding_type": "alibi"}, FOUR, SCORES, 12),
         ({"position_embedding_type": "alibi"}, replace(FOUR, fused_scores=True), ROWS, 12),
