@@ -10,6 +10,7 @@ from megatron_models import EncoderDecoderConfig, LayerPass, SavedBytes
 from megatron_models.components.attention.qk_norm_spec import QKNormSpec
 from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.latent_attention.spec import LatentAttentionSpec
+from megatron_models.components.saved_bytes import LinearInput
 from megatron_parallel import RecomputeConfig
 
 LENGTH, T = 8, 24
@@ -241,3 +242,11 @@ def test_norms_of_latents_save_their_inputs(small):
     rows = T // 2  # of this rank's part of the sequence
     assert found["q_norm"] == rows * (14 * 2 + 4) and found["kv_norm"] == rows * (10 * 2 + 4)
     assert found["q_up"] == rows * 14 * 2 and found["kv_up"] == rows * 10 * 2
+
+
+def test_latents_are_converted_unless_keys_are_projected_again_from_them(small):
+    spec = small(**LATENT, q_lora_rank=14).component(LatentAttentionSpec)
+    few = replace(TWO, linear_input=LinearInput(1.0))
+    for modules, size in (((), 1), (("core_attn",), 1), (("mla_up_proj",), 2)):
+        found = of_pass(spec, few, *modules)
+        assert (found["q_up"], found["kv_up"]) == (T * 14 * size, T * 10 * size)
