@@ -196,6 +196,15 @@ def test_an_order_of_attention_that_depends_on_the_batch_is_found() -> None:
         assert sizes(1, 2, 1, 16, 16, SETTING)
         assert sizes(2, 2, 1, 16, 16, SETTING) == ()
 
+    def by_row(x: Tensor, y: Tensor) -> Tensor:
+        other = bmm(x[..., :7], y[:, :7]) + bmm(x[..., 7:], y[:, 7:])
+        return torch.where((torch.arange(x.shape[1]) == 13)[:, None], other, bmm(x, y))
+
+    with mock.patch.object(torch, "bmm", by_row):
+        assert sizes(2, 2, 1, 16, 16, SETTING) == ()
+        with pytest.raises(KernelError, match="products of attention have bits that depend on the"):
+            sizes(1, 2, 1, 16, 16, SETTING)
+
 
 def test_keys_in_another_order_than_their_positions_are_attended_to() -> None:
     q = drawn(1, 3, 1, 2, 8)

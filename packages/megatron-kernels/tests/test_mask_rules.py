@@ -1,8 +1,12 @@
 """Which rules a mask has, which tensors it needs, and what it asks of them."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from megatron_kernels import KernelError, Mask, Scores
+from megatron_kernels import KernelError, Mask, Pages, Scores
+from megatron_kernels.ops.attention.dropout import DropoutHash
+from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite
 
 
 def ints(*rows: list[int]) -> torch.Tensor:
@@ -168,6 +172,24 @@ def test_the_smallest_limits_are_accepted() -> None:
     assert Mask(window=3).narrowed(chunk=2).window == 3
     assert Mask(chunk=2).narrowed(window=4).chunk == 2
     assert Mask(chunk=2).narrowed(chunk=2).chunk == 2
+
+
+SITE = DropoutSite(0, 0, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Mask(document_ids=IDS),
+        lambda: Scores(slopes=IDS[0].float()),
+        lambda: Pages(IDS, IDS[0, :1]),
+        lambda: DropoutHash(IDS, IDS, 0, 4, None, SITE),
+    ],
+    ids=["mask", "scores", "pages", "dropout"],
+)
+def test_values_with_tensors_are_compared_by_identity(make: Callable[[], object]) -> None:
+    one, other = make(), make()
+    assert one == one and one != other and len({one, other}) == 2
 
 
 def test_scores_of_some_heads_and_keys_are_parts_of_all() -> None:
