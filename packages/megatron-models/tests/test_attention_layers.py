@@ -1,11 +1,11 @@
-"""What layers of attention report to a step, and the caches that they refuse."""
+"""What layers of attention report, the caches that they refuse, and packed rotations."""
 
 import math
 
 import pytest
 import torch
 from megatron_models import GPT, ConfigError, Placement
-from megatron_models.cache import DenseKV
+from megatron_models.cache import DenseKV, StaticKVCache
 from megatron_models.components.measure import scores_name
 from megatron_parallel import AuxiliaryLosses, Mesh
 
@@ -64,6 +64,53 @@ def test_every_layer_reports_the_largest_score_of_each_head(
         scores = torch.einsum("sbnd,tbnd->bnst", q, keys).masked_fill(hidden, -math.inf)
         expected = scale * scores.amax((0, 2, 3))
         torch.testing.assert_close(losses.maxima[scores_name(number)], expected)
+
+
+ROPE = {"position_embedding_type": "rope"}
+PACKED = Placement(Mesh.single(), dtype=F64, backends={"rope_qkv": "torch"})
+
+
+@pytest.mark.parametrize("changes", [{}, {"rotary_interleaved": True, "rotary_percent": 0.7}])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_one_operation_rotates_and_separates_heads_as_several_do(
+    small, scramble, groups, changes
+) -> None:
+    config = small(**ROPE, **changes, num_query_groups=groups)
+    models = [
+        scramble(GPT(config, placement))
+        for placement in (Placement(Mesh.single(), dtype=F64), PACKED)
+    ]
+    layer = models[1].layers["0"].attention
+    assert layer.packed_rope is not None and models[0].layers["0"].attention.packed_rope is None
+    attend, heads = layer._attend, []
+    layer._attend = lambda context, q, k, v: heads.append(k.shape[2]) or attend(context, q, k, v)
+    tokens = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(1))
+    found = []
+    for model in models:
+        losses = model.loss(tokens, tokens)
+        gradients = torch.autograd.grad(losses.sum(), list(model.parameters()))
+        cache = StaticKVCache(config, model.mesh, 2, 9, dtype=F64)
+        with torch.no_grad():
+            parts = [model(tokens[:, a:b], cache=cache) for a, b in ((0, 4), (4, 5), (5, 9))]
+        found.append([losses.detach(), *gradients, *parts])
+    assert heads == [4 if groups == 1 else groups]  # a single group is repeated, except in a cache
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "packs"),
+    [
+        (ROPE, True),
+        ({}, False),
+        ({**ROPE, "qk_layernorm": True}, False),
+        ({**ROPE, "attention_output_gate": True}, False),
+        ({**ROPE, "qk_l2_norm": True}, True),
+    ],
+)
+def test_heads_are_separated_first_if_something_is_between(small, changes, packs) -> None:
+    layer = GPT(small(**changes), PACKED).layers["0"].attention
+    assert (layer.packed_rope is not None) == packs
 
 
 class TokensOnly:
