@@ -1,13 +1,18 @@
-"""What layers of attention report, the caches that they refuse, and packed rotations."""
+"""Layers of attention: what they report and refuse, packed rotations, and heads of a rank."""
 
 import math
 
 import pytest
 import torch
-from megatron_models import GPT, ConfigError, Placement
+from megatron_models import GPT, ConfigError, EncoderDecoderConfig, Placement
 from megatron_models.cache import DenseKV, StaticKVCache
+from megatron_models.components.attention.cross import CrossAttention
+from megatron_models.components.attention.module import Attention
+from megatron_models.components.attention.spec import AttentionSpec, CrossAttentionSpec
+from megatron_models.components.latent_attention.module import LatentAttention
+from megatron_models.components.latent_attention.spec import LatentAttentionSpec
 from megatron_models.components.measure import scores_name
-from megatron_parallel import AuxiliaryLosses, Mesh
+from megatron_parallel import AuxiliaryLosses, Mesh, ParallelLayout
 
 F64 = torch.float64
 LATENT = {
@@ -111,6 +116,38 @@ def test_one_operation_rotates_and_separates_heads_as_several_do(
 def test_heads_are_separated_first_if_something_is_between(small, changes, packs) -> None:
     layer = GPT(small(**changes), PACKED).layers["0"].attention
     assert (layer.packed_rope is not None) == packs
+
+
+WHOLE = {"qk_layernorm": True, "qk_layernorm_scope": "projection", "normalization": "RMSNorm"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "tp", "rank", "head", "group", "sharing"),
+    [
+        (4, 2, 1, 2, 2, 1),
+        (4, 4, 3, 3, 3, 1),
+        (2, 2, 1, 2, 1, 1),
+        (2, 4, 1, 1, 0, 2),
+        (2, 4, 2, 2, 1, 2),
+        (2, 4, 3, 3, 1, 2),
+        (1, 2, 1, 2, 0, 2),
+    ],
+)
+def test_a_rank_has_the_heads_that_follow_those_of_the_ranks_before(
+    small, groups, tp, rank, head, group, sharing
+) -> None:
+    placement = Placement(Mesh(ParallelLayout(tp=tp, dp=1), rank), device="meta")
+    spec = small(**WHOLE, num_query_groups=groups).component(AttentionSpec)
+    own = Attention(spec, 0, placement)
+    assert (own.first_head, own.q_norm.first_head, own.k_norm.first_head) == (head, head, group)
+    assert (own.q_norm.channels, own.k_norm.channels) == (24, groups * 6 * sharing)
+    sizes = {"num_layers": 1, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 61}
+    config = EncoderDecoderConfig(**sizes, max_position_embeddings=16, num_query_groups=groups)
+    cross = CrossAttention(config.component(CrossAttentionSpec), 0, placement)
+    assert cross.first_head == head
+    assert own.ranks_per_group == cross.ranks_per_group == sharing
+    latent = LatentAttention(small(**LATENT).component(LatentAttentionSpec), 0, placement)
+    assert latent.first_head == head
 
 
 class TokensOnly:
