@@ -9,9 +9,11 @@ from megatron_models.cache import DenseKV, StaticKVCache
 from megatron_models.components.attention.cross import CrossAttention
 from megatron_models.components.attention.module import Attention
 from megatron_models.components.attention.spec import AttentionSpec, CrossAttentionSpec
+from megatron_models.components.latent_attention import module as latent_attention
 from megatron_models.components.latent_attention.module import LatentAttention
 from megatron_models.components.latent_attention.spec import LatentAttentionSpec
 from megatron_models.components.measure import scores_name
+from megatron_models.components.sparse_attention import module as sparse_attention
 from megatron_parallel import AuxiliaryLosses, Mesh, ParallelLayout
 
 F64 = torch.float64
@@ -148,6 +150,21 @@ def test_a_rank_has_the_heads_that_follow_those_of_the_ranks_before(
     assert own.ranks_per_group == cross.ranks_per_group == sharing
     latent = LatentAttention(small(**LATENT).component(LatentAttentionSpec), 0, placement)
     assert latent.first_head == head
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(("changes", "gathered"), [(LATENT, 1), (SPARSE, 4)])
+def test_what_all_ranks_share_is_gathered_from_parts_of_a_sequence_and_else_copied(
+    small, changes, gathered, cut, monkeypatch
+) -> None:
+    """The rotated key; of an indexer the latents of queries, the keys and the weights too."""
+    calls = []
+    for module in (latent_attention, sparse_attention):
+        monkeypatch.setattr(module, "gather_sequence", lambda x, _: calls.append("gather") or x)
+    monkeypatch.setattr(latent_attention, "copy_to_axis", lambda x, _: calls.append("copy") or x)
+    placement = Placement(Mesh.single(), sequence_parallel=cut)
+    GPT(small(num_layers=1, **changes), placement)(torch.zeros(1, 2, dtype=torch.int64))
+    assert calls == (["gather"] * gathered if cut else ["copy"])
 
 
 class TokensOnly:
