@@ -21,7 +21,14 @@ how = sys.argv[1]
 if how == "two caps":
     flex.compiled = lambda device, on_gpus=torch.compile(flex_attention): on_gpus
 elif how != "compiled":
-    flex.compiled = lambda device: flex_attention
+    # Kernels for CPUs cannot be compiled for sizes that vary.
+    options, devices, true = [], [], torch.compile
+    torch.compile = lambda function, **given: options.append(given) or function
+    for device in ("cpu", "cuda"):
+        flex.compiled(device)
+    torch.compile = true
+    assert options == [{"dynamic": False}, {"dynamic": None}]
+    flex.compiled = lambda device: devices.append(device) or flex_attention
 torch.manual_seed(2)
 ids = torch.tensor([[0] * 3 + [1] * 6, [4] * 4 + [2] * 2 + [-1] * 3], dtype=torch.int32)
 order = torch.arange(9, dtype=torch.int32)
@@ -52,6 +59,7 @@ for each in (scores[2],):  # two queries that continue a cache with unused room
     found = flex.flex(AttentionCall(q[:2], k, v, Mask(), each, 5))
     expected = attention(q[:2], k, v, Mask(), each, query_offset=5, backend="reference")
     torch.testing.assert_close(found, expected)
+assert how in ("compiled", "two caps") or set(devices) == {"cpu"}
 """
 
 
