@@ -329,6 +329,15 @@ def test_the_block_backward_equals_autograd(mask: Mask, dropped: bool, softcap: 
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_lse_and_the_results_of_the_block_backward_have_no_gradient(backend: str) -> None:
+    q, k, v = inputs()
+    out, lse = attention_forward(q, k, v, Mask(), backend=backend)
+    assert out.requires_grad and not lse.requires_grad
+    found = attention_backward(out, q, k, v, out, lse, Mask(), backend=backend)
+    assert not any(each.requires_grad for each in found)
+
+
 def test_lse_is_the_log_of_the_sum_of_exponentials_of_the_scores() -> None:
     q, k, v = (x.detach() for x in inputs(n=2))
     _, lse = attention_forward(q, k, v, Mask(document_ids=PADDED), Scores(0.5))

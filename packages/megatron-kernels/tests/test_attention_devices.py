@@ -13,6 +13,7 @@ from megatron_kernels.ops.attention.fused_blocks import (
     fused_forward,
     fused_unsupported_reason,
 )
+from megatron_kernels.ops.attention.sdpa import sdpa
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -213,6 +214,42 @@ def test_the_memory_efficient_kernel_gets_what_it_takes(
     found = fused_backward(call, *(x.as_subclass(OnCuda) for x in (dout, truth[0], final)))
     for one, other in zip(found, expected, strict=True):
         close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [F64, BF16], ids=str)
+def test_rows_without_keys_attend_to_all_on_cuda_and_are_zero(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not every kernel of CUDA returns zeros for a row that may attend to nothing."""
+    seen = []
+    true = torch.nn.functional.scaled_dot_product_attention
+
+    def called(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
+        seen.append(attn_mask.as_subclass(Tensor))
+        given = (x.as_subclass(Tensor) for x in (q, k, v, attn_mask))
+        return true(*given, **options).as_subclass(OnCuda)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", called)
+    draw = torch.Generator().manual_seed(5)
+    shapes = (7, 2, 4, 8), (9, 2, 2, 8), (9, 2, 2, 6)
+    q, k, v = (torch.randn(shape, generator=draw, dtype=F64).to(dtype) for shape in shapes)
+    mask = Mask(dense=ALLOWED)
+    found = sdpa(AttentionCall(*(x.as_subclass(OnCuda) for x in (q, k, v)), mask))
+    (given,) = seen
+    assert given[1, 0, 2].all() and torch.equal(given[:, 0] & ALLOWED, ALLOWED)
+    assert int(given.sum()) == int(ALLOWED.sum()) + 9
+    assert not exact(found)[2, 1].any()
+    truth = attention_forward(q, k, v, mask, backend="reference")[0]
+    torch.testing.assert_close(exact(found), truth.double(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("width", [8, 6])
+def test_the_fused_kernel_of_cpus_gets_values_as_wide_as_queries(width: int) -> None:
+    q, k = torch.randn(7, 2, 4, 8), torch.randn(7, 2, 2, 8)
+    v = torch.randn(7, 2, 2, width)
+    with Names() as names:
+        found = sdpa(AttentionCall(q, k, v, Mask()))
+    assert names.found == ["flash_attention_for_cpu"] and found.shape == (7, 2, 4, width)
 
 
 def close(found: Tensor, expected: Tensor) -> None:

@@ -142,3 +142,34 @@ def test_the_compiler_is_given_keys_in_the_order_of_samples(
         torch.testing.assert_close(found, expected)
         tokens = [x.transpose(1, 2) for x in seen]  # [b, t, g, d]
         assert [x.is_contiguous() for x in tokens] == [in_order] * 2
+
+
+def test_documents_of_one_sequence_have_the_shape_of_a_batch_of_one() -> None:
+    q, k, v = (x.detach()[:, :1] for x in inputs(s=64, t=64))
+    prepared = Mask(PACKED[:1]).prepare(64, 64)
+    assert prepared.runs is not None
+    truth = attention(q, k, v, Mask(PACKED[:1]), backend="reference")
+    torch.testing.assert_close(attention(q, k, v, prepared), truth, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("backend", "in_one_call"),
+    [
+        ("auto", False),
+        ("torch,triton", False),
+        ("reference", False),
+        ("triton,torch", True),
+        ("flash_attn", True),
+        ("flash_attn_3,torch", True),
+    ],
+)
+def test_backends_with_kernels_for_documents_get_all_of_them_at_once(
+    backend: str, in_one_call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(
+        type(attention), "run", lambda self, _, call: calls.append(call.mask.runs) or call.q
+    )
+    q, k, v = inputs(s=64, t=64)
+    attention(q, k, v, Mask(PACKED).prepare(64, 64), backend=backend)
+    assert calls == ([((16, 16, 16, -16), (5, -2, 40, 17))] if in_one_call else [None] * 4)

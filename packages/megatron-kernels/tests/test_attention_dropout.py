@@ -77,6 +77,48 @@ def test_tiles_with_saved_masks_equal_the_reference(
     compare(*inputs(77, groups), mask, drawn(77))
 
 
+@pytest.mark.parametrize(
+    ("length", "groups", "short", "elements", "calls"),
+    [
+        # Groups of 3 heads have 39 scores in a row and 507 in a tile of all rows.
+        (13, 2, 0, 1, 4 * 13),  # a row of each group of both samples
+        (13, 2, 0, 100, 4 * 7),  # 2 rows
+        (13, 2, 0, 600, 4),
+        (13, 2, 0, 1100, 2),  # both groups of a sample
+        (13, 2, 0, 2100, 1),  # both samples
+        (13, 1, 0, 2 * 13 * 78 - 1, 2),
+        (13, 1, 0, 2 * 13 * 78, 1),
+        # 77 rows of one head: tiles of saved masks have a multiple of 32 rows, 64 at most.
+        (77, 6, 512, 1, 12 * 3),
+        (77, 6, 512, 63 * 77, 12 * 3),
+        (77, 6, 512, 64 * 77, 12 * 2),
+        (77, 6, 512, 3 * 64 * 77, 2 * 2 * 2),  # 3 of the 6 heads of a sample
+        (77, 6, 512, 4 * 64 * 77, 2 * 2 * 2),  # as equal as possible
+        (77, 6, 512, 2**19, 2),
+    ],
+)
+def test_tiles_are_as_large_as_their_scores_may_be(
+    length: int,
+    groups: int,
+    short: int,
+    elements: int,
+    calls: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiles, "SHORT", short)
+    monkeypatch.setattr(tiles, "_ELEMENTS", elements)
+    sizes, true = [], torch.softmax
+
+    def noted(x: Tensor, dim: int) -> Tensor:
+        sizes.append(x.numel())
+        return true(x, dim)
+
+    monkeypatch.setattr(torch, "softmax", noted)
+    with torch.no_grad():
+        attention(*inputs(length, groups), Mask(causal=False), dropout=drawn(length))
+    assert len(sizes) == calls and sum(sizes) == 2 * 6 * length**2
+
+
 @pytest.mark.parametrize("length", [512, 513])
 def test_only_masks_of_short_sequences_are_saved(length: int) -> None:
     """Longer ones are computed again in the backward pass."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from megatron_kernels import causal_conv, number_documents
+from megatron_kernels.ops.ssm.documents import encode_documents
 
 F64 = torch.float64
 
@@ -20,8 +21,9 @@ def test_each_output_is_the_sum_of_the_taps_by_hand(backend: str) -> None:
     assert found.state.tolist() == [[[4.0]]]
 
 
-def test_documents_are_convolved_as_if_alone_and_padding_is_zero() -> None:
-    x, weight, bias = draw(9, 1, 3), draw(3, 4), draw(3)
+@pytest.mark.parametrize("taps", [1, 2, 4])
+def test_documents_are_convolved_as_if_alone_and_padding_is_zero(taps: int) -> None:
+    x, weight, bias = draw(9, 1, 3), draw(3, taps), draw(3)
     ids = torch.tensor([[3, 3, 1, 1, 1, 1, 1, -1, -1]])
     found = causal_conv(x, weight, bias, ids)
     parts = [causal_conv(x[a:b], weight, bias) for a, b in ((0, 2), (2, 7))]
@@ -48,8 +50,9 @@ def test_parts_with_the_state_between_them_equal_the_whole(cuts: tuple[int, int]
     assert torch.equal(state, whole.state)
 
 
-def test_padding_does_not_enter_the_state_of_a_later_part() -> None:
-    x, weight = draw(6, 1, 3), draw(3, 4)
+@pytest.mark.parametrize("taps", [1, 2, 4])
+def test_padding_does_not_enter_the_state_of_a_later_part(taps: int) -> None:
+    x, weight = draw(6, 1, 3), draw(3, taps)
     state = causal_conv(x[:4], weight).state
     ids = torch.tensor([[0, -1]])
     assert torch.equal(
@@ -65,6 +68,9 @@ def test_documents_are_counted_without_padding() -> None:
     numbers, real = number_documents(ids)
     assert numbers.tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 2]]
     assert torch.equal(real, ids >= 0)
+    # For kernels twice the number, and one more for padding.
+    assert encode_documents(ids).tolist() == [[0, 0, 1, 0, 2, 3], [1, 1, 0, 0, 2, 4]]
+    assert encode_documents(None) is None
 
 
 def test_what_torchs_convolution_does_not_compute_has_a_reason() -> None:

@@ -21,14 +21,22 @@ how = sys.argv[1]
 if how == "two caps":
     flex.compiled = lambda device, on_gpus=torch.compile(flex_attention): on_gpus
 elif how != "compiled":
-    flex.compiled = lambda device: flex_attention
+    # Kernels for CPUs cannot be compiled for sizes that vary.
+    options, devices, true = [], [], torch.compile
+    torch.compile = lambda function, **given: options.append(given) or function
+    for device in ("cpu", "cuda"):
+        flex.compiled(device)
+    torch.compile = true
+    assert options == [{"dynamic": False}, {"dynamic": None}]
+    flex.compiled = lambda device: devices.append(device) or flex_attention
 torch.manual_seed(2)
 ids = torch.tensor([[0] * 3 + [1] * 6, [4] * 4 + [2] * 2 + [-1] * 3], dtype=torch.int32)
+order = torch.arange(9, dtype=torch.int32)
 masks = [
     Mask(), Mask(causal=False), Mask(window=3), Mask(causal=False, window=3),
     Mask(document_ids=ids), Mask(document_ids=ids, causal=False, window=2),
     Mask(prefix=torch.tensor([2, 5])), Mask(chunk=4),
-    Mask(positions=torch.arange(9, dtype=torch.int32).flip(0).expand(2, 9)),
+    Mask(positions=torch.stack((order.flip(0), order.roll(4)))),
 ]
 q, k, v = (torch.randn(9, 2, heads, 16) for heads in (4, 2, 2))
 slopes, sinks = torch.tensor([0.5, 0.25, 0.1, 0.0]), torch.tensor([0.3, -1.0, 2.0, 0.0])
@@ -51,6 +59,7 @@ for each in (scores[2],):  # two queries that continue a cache with unused room
     found = flex.flex(AttentionCall(q[:2], k, v, Mask(), each, 5))
     expected = attention(q[:2], k, v, Mask(), each, query_offset=5, backend="reference")
     torch.testing.assert_close(found, expected)
+assert how in ("compiled", "two caps") or set(devices) == {"cpu"}
 """
 
 

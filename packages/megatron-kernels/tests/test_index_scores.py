@@ -34,3 +34,13 @@ def test_later_keys_do_not_change_the_selection_among_earlier_ones() -> None:
     found = select_keys(scores, allowed, 4)
     assert torch.equal(found[:, :3, :9], select_keys(scores[:, :3, :9], allowed[:, :3, :9], 4))
     assert found.sum(-1).unique().tolist() == [4]
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_product_of_zero_has_no_gradient_as_of_torchs_relu(backend: str) -> None:
+    q = torch.tensor([0.0, 1.0], dtype=F64).view(1, 1, 1, 2).requires_grad_()
+    k = torch.tensor([[3.0, 0.0], [4.0, 0.5]], dtype=F64).view(2, 1, 2).requires_grad_()
+    found = index_scores(q, k, torch.full((1, 1, 1), 2.0, dtype=F64), backend=backend)
+    of_q, of_k = torch.autograd.grad(found.sum(), (q, k))
+    assert of_q.flatten().tolist() == [8.0, 1.0]  # of the second key alone
+    assert of_k.flatten(1).tolist() == [[0.0, 0.0], [0.0, 2.0]]

@@ -56,3 +56,4 @@ def test_a_head_without_pairs_has_none_and_low_precision_is_widened():
     found = largest_scores(q, k, Mask())
     assert found.dtype == torch.float32
     assert found.tolist() == [2.0, 2.0]
+    assert not largest_scores(q.requires_grad_(), k, Mask()).requires_grad

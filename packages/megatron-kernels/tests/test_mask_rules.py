@@ -1,8 +1,12 @@
 """Which rules a mask has, which tensors it needs, and what it asks of them."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from megatron_kernels import KernelError, Mask, Scores
+from megatron_kernels import KernelError, Mask, Pages, Scores
+from megatron_kernels.ops.attention.dropout import DropoutHash
+from megatron_kernels.ops.dropout.bias_dropout_add import DropoutSite
 
 
 def ints(*rows: list[int]) -> torch.Tensor:
@@ -61,8 +65,12 @@ def test_a_limit_as_wide_as_the_sequence_needs_no_tensor(rule: str) -> None:
     for sizes in ((5, 5, 0), (1, 5, 4)):
         written, is_causal = Mask(**{rule: 4}).lower(*sizes)
         assert written is not None and not is_causal
-    # The queries of a cache may be behind all keys.
+    # The queries of a cache may be behind all keys, and positions beyond the number of keys.
     assert Mask(**{rule: 5}).lower(2, 5, 4)[0] is not None
+    far = Mask(positions=ints([0, 2, 4, 8]), **{rule: 4})
+    written, _ = far.lower(4, 4)
+    assert written is not None and torch.equal(written, far.allowed(4, 4))
+    assert not written[0, 3, 2]
 
 
 def test_a_single_query_attends_to_all_keys_before_it() -> None:
@@ -108,6 +116,8 @@ def test_lengths_are_read_where_they_save_more_than_their_calls_cost() -> None:
     many = torch.arange(64, dtype=torch.int32)[None]
     assert Mask(document_ids=many).prepare(64, 64).runs is None
     assert Mask(document_ids=many).prepare(64, 64, read_lengths=True).runs == ((1,) * 64,)
+    tens = (torch.arange(100, dtype=torch.int32) // 10)[None]
+    assert Mask(document_ids=tens).prepare(100, 100).runs == ((10,) * 10,)
     twice = few.clone()
     twice[:, :3] = 7
     twice[:, 62:] = 7
@@ -164,6 +174,24 @@ def test_the_smallest_limits_are_accepted() -> None:
     assert Mask(chunk=2).narrowed(chunk=2).chunk == 2
 
 
+SITE = DropoutSite(0, 0, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Mask(document_ids=IDS),
+        lambda: Scores(slopes=IDS[0].float()),
+        lambda: Pages(IDS, IDS[0, :1]),
+        lambda: DropoutHash(IDS, IDS, 0, 4, None, SITE),
+    ],
+    ids=["mask", "scores", "pages", "dropout"],
+)
+def test_values_with_tensors_are_compared_by_identity(make: Callable[[], object]) -> None:
+    one, other = make(), make()
+    assert one == one and one != other and len({one, other}) == 2
+
+
 def test_scores_of_some_heads_and_keys_are_parts_of_all() -> None:
     bias = torch.arange(24.0).view(1, 4, 2, 3)
     scores = Scores(0.5, 2.0, torch.arange(4.0), torch.arange(4.0) + 10, bias)
@@ -176,6 +204,8 @@ def test_scores_of_some_heads_and_keys_are_parts_of_all() -> None:
     assert few.bias is not None and torch.equal(few.bias, bias[..., :2])
     assert few.slopes is scores.slopes and scores.without_sinks().sinks is None
     assert scores.without_sinks().bias is bias
+    with pytest.raises(KernelError, match=r"softcap is -0\.5; it must be 0 \(none\) or above"):
+        Scores(softcap=-0.5)
     plain = Scores()
     assert plain.of_keys(1) is plain and plain.without_sinks() is plain
     scores.check_shapes(5, 4, 2, 3)

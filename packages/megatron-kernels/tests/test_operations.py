@@ -144,6 +144,8 @@ def test_ignored_targets_have_no_loss_and_no_gradient(backend: str) -> None:
     loss.sum().backward()
     assert logits.grad is not None
     assert not loss[1].detach().any() and not logits.grad[1].any() and logits.grad[0].any()
+    one_class = cross_entropy(torch.zeros(2, 1), torch.tensor([-100, 0]), backend=backend)
+    assert one_class.tolist() == [0.0, 0.0]
 
 
 @both

@@ -1,5 +1,6 @@
 """Defaults of operations: those of torch's functions of the same name, or of the papers."""
 
+import math
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from megatron_kernels import (
     select_rows,
     softmax,
     swiglu,
+    vocab_cross_entropy,
     vocab_cross_entropy_gradient,
     vocab_embedding,
 )
@@ -155,6 +157,16 @@ def test_the_gradient_of_a_loss_is_without_smoothing_and_in_new_memory_by_defaul
     assert torch.equal(given[:2], before[:2])
     again = vocab_cross_entropy_gradient(given, targets, lse, dloss, 7, 1.0, 0.0, True)
     assert again is given and torch.equal(again, found)
+
+
+def test_columns_that_do_not_count_have_no_loss() -> None:
+    logits, targets = torch.tensor([[3.0, 8.0], [4.0, 9.0]]), torch.tensor([0, 1])
+    for valid, expected in (
+        (0, ([-math.inf] * 2, [-math.inf] * 2, [0.0, 0.0])),
+        (1, ([3.0, 4.0], [3.0, -math.inf], [3.0, 4.0])),
+    ):
+        found = vocab_cross_entropy(logits, targets, valid)
+        assert tuple(each.tolist() for each in found) == expected
 
 
 def triple32(x: int) -> int:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_kernels import KernelError, Pages, Scores, paged_attention
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BLOCK = 4
 
@@ -118,12 +119,23 @@ def test_blocks_in_a_row_are_read_in_place(lengths: tuple[int, ...]) -> None:
 
 def test_sequences_at_the_end_of_a_pool_are_read_in_place_or_gathered() -> None:
     q, k, v = drawn(1, 1, 2, 2, 8), drawn(2, 4, BLOCK, 2, 8), drawn(3, 4, BLOCK, 2, 8)
-    for starts in ((0, 2), (2, 0), (1, 1), (2, 2)):
-        pages = Pages.consecutive(starts, (8, 8), BLOCK)
-        found, expected = (
-            paged_attention(q, k, v, pages, backend=name) for name in ("torch", "reference")
-        )
+    true = torch.nn.functional.scaled_dot_product_attention
+    # One call if a view has all sequences: equally long ones at equal distances.
+    for starts, lengths, calls in (
+        ((0, 2), (8, 8), 1),
+        ((2, 0), (8, 8), 2),
+        ((1, 1), (8, 8), 1),
+        ((2, 2), (8, 8), 1),
+        ((0, 2), (8, 7), 2),
+    ):
+        pages = Pages.consecutive(starts, lengths, BLOCK)
+        expected = paged_attention(q, k, v, pages, backend="reference")
+        with mock.patch.object(
+            torch.nn.functional, "scaled_dot_product_attention", side_effect=true
+        ) as called:
+            found = paged_attention(q, k, v, pages, backend="torch")
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert called.call_count == calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -184,6 +196,27 @@ def test_sequences_without_blocks_have_zeros(backend: str) -> None:
         assert pages.tables.shape == (3, 0)
         found = paged_attention(q, pool, pool[..., :6], pages, backend=backend)
         assert found.shape == (2, 3, 4, 6) and not found.any()
+
+
+@pytest.mark.parametrize("backend", ["torch", "batch-invariant", "reference"])
+def test_a_batch_without_sequences_has_no_outputs(backend: str) -> None:
+    q, pool = drawn(1, 2, 0, 4, 8), drawn(2, 5, BLOCK, 2, 8)
+    pages = Pages.consecutive((), (), BLOCK)
+    for each in (pages, Pages(pages.tables, pages.lengths)):
+        assert paged_attention(q, pool, pool, each, backend=backend).shape == (2, 0, 4, 8)
+
+
+def test_the_host_reads_only_tables_with_values_outside_of_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tables, lengths = torch.tensor([[1, 2], [4, 0]]).int(), torch.tensor([5, 3]).int()
+    assert Pages(tables, lengths).known_runs(BLOCK) == ((1, 5), (4, 3))
+    assert Pages(tables.to("meta"), lengths.to("meta")).known_runs(BLOCK) is None
+    with FakeTensorMode() as mode:
+        imagined = Pages(*(mode.from_tensor(each) for each in (tables, lengths)))
+        assert imagined.known_runs(BLOCK) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert Pages(tables, lengths).known_runs(BLOCK) is None
 
 
 @pytest.mark.parametrize("scores", [{"slopes": torch.zeros(3)}, {"sinks": torch.zeros(5)}], ids=str)

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megatron_kernels.check import check
 from megatron_kernels.ops.norm import summed_rows
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 ROWS = 10_000
@@ -79,6 +81,51 @@ def test_the_check_finds_sums_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(summed_rows, "sums_rows_in_16_bits", lambda x: False)
     failed = {r.op for r in check(torch.bfloat16, CPU, ("many",), SUMS) if not r.passed}
     assert failed == {"layer_norm", "add_layer_norm"}
+
+
+class RowsOfNorms(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the numbers of rows of each call of torch's backward pass of LayerNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_layer_norm_backward.default:
+            self.counts.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("elements", "slices"), [(1, [1] * 7), (24, [3, 3, 1]), (31, [3, 3, 1]), (56, [7])]
+)
+def test_gradients_are_summed_over_slices_of_rows(
+    elements: int, slices: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summed_rows, "_ELEMENTS", elements)
+    operands = [torch.randn(shape).bfloat16().requires_grad_() for shape in ((7, 8), (8,), (8,))]
+    exact = [x.detach().double().requires_grad_() for x in operands]
+    with RowsOfNorms() as seen:
+        found = torch.autograd.grad(layer_norm(*operands).sum(), operands)
+    expected = torch.autograd.grad(layer_norm(*exact).sum(), exact)
+    assert seen.counts == slices
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2)
+
+
+def test_rows_are_selected_by_torchs_embedding_where_it_adds_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, true = [], functional.embedding
+    monkeypatch.setattr(functional, "embedding", lambda *given: calls.append(given) or true(*given))
+    weight, indices = torch.ones(3, 2), torch.tensor([[0], [2]])
+    select_rows(weight, indices)
+    assert not calls
+    assert select_rows(weight.to("meta"), indices.to("meta")).shape == (2, 1, 2)
+    assert len(calls) == 1
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(select_rows(weight, indices), torch.ones(2, 1, 2))
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("frozen", [(1, 2), (0, 2), (1,)], ids=str)

@@ -84,6 +84,49 @@ def test_heads_and_their_gates_are_clipped_by_their_rows(small):
     }
 
 
+PROJECTIONS = {"qkv.weight": (2, 24, 24), "out.weight": (24, 24)}
+LATENTS = {"kv_down.weight": (14, 24), "kv_up.weight": (4, 14, 10), "out.weight": (24, 32)}
+NORMS = {f"{name}_norm.weight": (size,) for name, size in (("q", 14), ("kv", 10))}
+NO_BIAS = {"add_bias_linear": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shapes"),
+    [
+        ({}, {**PROJECTIONS, "qkv.bias": (2, 24), "out.bias": (24,)}),
+        (NO_BIAS, PROJECTIONS),
+        ({**NO_BIAS, "add_qkv_bias": True}, {**PROJECTIONS, "qkv.bias": (2, 24)}),
+        ({**NO_BIAS, "add_attention_out_bias": True}, {**PROJECTIONS, "out.bias": (24,)}),
+        ({**NO_BIAS, "softmax_type": "learnable"}, {**PROJECTIONS, "sinks.weight": (4,)}),
+        ({**NO_BIAS, "softmax_type": "off-by-one"}, PROJECTIONS),
+        ({**NO_BIAS, "attention_output_gate": True}, {**PROJECTIONS, "qkv.weight": (2, 36, 24)}),
+    ],
+)
+def test_attention_has_a_fused_and_an_output_projection(small, changes, shapes):
+    spec = small(num_query_groups=2, **changes).component(AttentionSpec)
+    assert {name: each.sharding.shape for name, each in spec.parameters().items()} == shapes
+
+
+@pytest.mark.parametrize(
+    ("changes", "shapes"),
+    [
+        ({}, {**LATENTS, "q.weight": (4, 10, 24), "out.bias": (24,)}),
+        (NO_BIAS, {**LATENTS, "q.weight": (4, 10, 24)}),
+        (
+            {**NO_BIAS, "add_qkv_bias": True},
+            {**LATENTS, "q.weight": (4, 10, 24), "kv_down.bias": (14,)},
+        ),
+        (
+            {**NO_BIAS, "q_lora_rank": 14, "qk_layernorm": True, "normalization": "RMSNorm"},
+            {**LATENTS, **NORMS, "q_down.weight": (14, 24), "q_up.weight": (4, 10, 14)},
+        ),
+    ],
+)
+def test_latent_attention_has_projections_down_and_up(small, changes, shapes):
+    spec = small(**LATENT, **changes).component(LatentAttentionSpec)
+    assert {name: each.sharding.shape for name, each in spec.parameters().items()} == shapes
+
+
 @pytest.mark.parametrize("name", ["qk_layernorm", "qk_l2_norm"])
 def test_normed_queries_and_keys_cannot_be_clipped(small, name):
     with pytest.raises(ConfigError, match=f"^{name} norms queries and keys after the projection"):
@@ -188,6 +231,8 @@ def test_a_pool_exchanges_heads_over_all_of_its_ranks(small):
     [
         (3, {"cp": 2}, "a2a", "3 heads on each tensor-parallel rank .* over 2"),
         (4, {"cp": 2}, "a2a+p2p", "needs the layout's hierarchical_cp, two sizes"),
+        (4, {"cp": 1}, "a2a+p2p", None),
+        (3, {"cp": 1}, "a2a", None),
         (2, {"cp": 8, "hierarchical_cp": (4, 2)}, "a2a+p2p", "2 heads on each .* over 4"),
         (2, {"cp": 8, "hierarchical_cp": (2, 4)}, "a2a+p2p", None),
         (4, {"cp": 2, "tp": 4}, "a2a", "1 heads on each tensor-parallel rank .* over 2"),

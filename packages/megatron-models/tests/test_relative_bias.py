@@ -1,6 +1,7 @@
 """Buckets of relative positions, against T5's definition and by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,6 +60,9 @@ def test_decoder_biases_follow_new_queries_and_the_positions_of_a_mask():
 def test_the_table_is_cut_over_heads_and_gets_a_gradient():
     module = bias(bidirectional=True)
     assert module.sharding["weight"].dim == 1 and module.sharding["weight"].axis == "tp"
+    spec = CONFIG.component(RelativeBiasSpec, bidirectional=True)
+    assert spec.parameters()["weight"].looked_up and spec.sharding().shape == (32, 4)
+    assert spec.sharding().tied is None and replace(spec, tied_axis="pp").sharding().tied == "pp"
     module(Mask(causal=False), 3, 3, 0).sum().backward()
     counts = torch.zeros(32)
     counts[[0, 1, 2, 17, 18]] = torch.tensor([3.0, 2.0, 1.0, 2.0, 1.0])

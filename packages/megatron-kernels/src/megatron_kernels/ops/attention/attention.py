@@ -106,9 +106,9 @@ def takes_lengths(backend: str) -> bool:
 
     A model then calls `Mask.prepare` with ``read_lengths``.
     """
-    return backend.split(",", maxsplit=1)[0] in (FLASH, FLASH_3)
+    return backend.partition(",")[0] in (FLASH, FLASH_3)
 
 
 def _in_one_call(backend: str) -> bool:
     """Returns whether a requested backend takes packed documents in one call, or by rules."""
-    return takes_lengths(backend) or backend.split(",", maxsplit=1)[0] == TRITON
+    return takes_lengths(backend) or backend.partition(",")[0] == TRITON

@@ -36,7 +36,7 @@ def fused(
     equal distances in place, and a copy of others.
     """
     runs = pages.known_runs(k.shape[1])
-    if runs is None or not runs:
+    if not runs:
         return _over_all(sdpa, q, *_dense(k, v, pages), pages, window, scores)
     one_length = len({length for _, length in runs}) == 1
     if one_length and (stride := _stride(k, runs)) is not None:
@@ -78,8 +78,7 @@ def invariant_unsupported_reason(
 def _dense(k: Tensor, v: Tensor, pages: Pages) -> tuple[Tensor, Tensor]:
     """Returns keys and values `[t, b, g, d]`: views of the pool if possible, else copies."""
     runs = pages.known_runs(k.shape[1])
-    stride = _stride(k, runs) if runs else None
-    if runs is None or stride is None:
+    if not runs or (stride := _stride(k, runs)) is None:
         return pages.gather(k), pages.gather(v)
     longest = max(length for _, length in runs)
     keys, values = (_strided(x, runs[0][0], longest, len(runs), stride) for x in (k, v))

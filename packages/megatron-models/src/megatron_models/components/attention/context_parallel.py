@@ -70,7 +70,7 @@ def check_context_parallel(
             "or one for each"
         )
     numbers = sorted({mixer.heads // layout.tp for mixer in mixers if mixer.heads})
-    if ranks > 1 and "a2a" in given:
+    if "a2a" in given:
         for heads in numbers:
             check_heads(heads, ranks)
     if ranks > 1 and "a2a+p2p" in given:
