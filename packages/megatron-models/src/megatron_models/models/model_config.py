@@ -53,7 +53,7 @@ class MultiplyAdds(NamedTuple):
     per_sequence: int = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class ModelConfig(ComponentConfig, ABC):
     """Base of model configurations: plain values, converted to and from JSON.
 

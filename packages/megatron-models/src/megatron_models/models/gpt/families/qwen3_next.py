@@ -237,7 +237,6 @@ FAMILY = Family(
     name="qwen3_next",
     kind="gpt",
     title="Qwen3-Next",
-    version=1,
     architectures=("Qwen3NextForCausalLM",),
     model_type="qwen3_next",
     rows=(*_ROWS, *_DEPTH_ROWS),
