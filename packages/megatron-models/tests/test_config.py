@@ -123,6 +123,11 @@ def test_all_wrong_keys_are_named_at_once(small):
         GPTConfig.from_dict({f"k{number}": 0 for number in range(20)})
 
 
+def test_five_wrong_keys_are_all_that_there_are(small):
+    with pytest.raises(ConfigError, match=r"'k3'; unknown model configuration key 'k4'$"):
+        GPTConfig.from_dict(small().to_dict() | {f"k{number}": 0 for number in range(5)})
+
+
 def test_unknown_key_names_the_nearest(small):
     values = small().to_dict()
     values["num_layer"] = values.pop("num_layers")
