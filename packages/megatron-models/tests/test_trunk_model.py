@@ -49,6 +49,7 @@ def test_a_rank_knows_the_padding_of_its_part_and_all_documents(small, rank, own
     experts = GPT(small(num_experts=4), rank_of(rank, cp=2))
     found = experts.prepare(tokens(2, 4), Mask(document_ids=ids), PassOptions())
     assert found.padding.tolist() == (ids[:, own] == -1).t().tolist()
+    assert found.document_ids is None
     config = MambaModelConfig(
         num_layers=1,
         hidden_size=16,
@@ -100,6 +101,12 @@ def test_decoding_cuts_no_sequence_and_recomputes_nothing(small):
     for cut in ({"cp": mesh.axis("cp")}, {"split": split}):
         with pytest.raises(ConfigError, match="cache and split exclude each other"):
             model.prepare(tokens(1, 2), Mask(), PassOptions(cache=cache, **cut))
+
+
+def test_a_recomputation_that_the_layout_does_not_divide_is_refused(small):
+    recompute = RecomputeConfig("full", "uniform", 1, distribute_saved_activations=True)
+    with pytest.raises(LayoutError, match="needs at least 2 tensor parallel ranks"):
+        GPT(small(), Placement(Mesh.single(), recompute=recompute))
 
 
 def test_a_cut_stream_is_of_more_tokens_but_not_in_decoding(small):

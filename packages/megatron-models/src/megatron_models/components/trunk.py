@@ -43,7 +43,6 @@ class Trunk(nn.Module):
             }
         )
         self.final_norm = None if spec.final_norm is None else Norm(spec.final_norm, placement)
-        self.reads_padding = any(mixer.reads_padding for mixer in spec.mixers)
 
     def forward(
         self,

@@ -50,7 +50,7 @@ class MultiplyAdds(NamedTuple):
 
     per_token: int
     per_pair: int
-    per_sequence: int = 0
+    per_sequence: int
 
 
 @dataclasses.dataclass(frozen=True)
