@@ -216,6 +216,7 @@ REFUSED = [
     ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "for each layer"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
     ("gemma2", {"query_pre_attn_scalar": math.inf}, "query_pre_attn_scalar = inf"),
+    ("gemma2", {"query_pre_attn_scalar": 10**400}, "a value has the wrong type or size"),
     ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping = -1.0"),
     ("gemma2", {"hidden_size": True}, "hidden_size = True"),
     ("granite", {"attention_multiplier": 0}, "attention_multiplier = 0"),
@@ -486,6 +487,9 @@ def test_a_refused_field_does_not_hide_those_of_later_rules():
     given = {k: v for k, v in SIZES.items() if k != "hidden_size"}
     with pytest.raises(ConfigError, match=r"lacks 'hidden_size'.*final_logit_softcapping = -1\.0"):
         DEFAULTS["gemma2"][0].FAMILY.config_from_hf({**given, "final_logit_softcapping": -1.0})
+    with pytest.raises(ConfigError) as caught:
+        read("qwen3_next", {"mlp_only_layers": 3})
+    assert "mlp_only_layers = 3" in str(caught.value) and "wrong type" not in str(caught.value)
 
 
 def test_a_dynamic_rotation_begins_at_the_number_of_positions():
