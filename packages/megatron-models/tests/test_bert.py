@@ -67,6 +67,12 @@ def test_the_configuration_lists_the_parameters_of_the_model(fields: dict[str, A
     assert list(listed) == [name for name, _ in model.named_parameters()]
 
 
+def test_the_bias_of_the_logits_is_cut_like_the_output_matrix_and_does_not_decay() -> None:
+    cut = BertConfig(**SMALL).parameters()["lm_head.bias"].sharding
+    assert not cut.weight_decay
+    assert cut.local_shape(Mesh(ParallelLayout(tp=2).resolve(2), 0)) == (32,)
+
+
 def test_megatrons_bert_large_has_its_size() -> None:
     """Megatron-LM's recipe is called BERT 345m; its vocabulary is padded to 30,592 tokens."""
     sizes = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16}
