@@ -86,6 +86,14 @@ READ = [
         {"unrotated_layers": (True,) * 6, "attention_chunk_size": 0},
     ),
     ("llama4", {"num_experts_per_tok": 2}, {"normalizes_weights": False}),
+    ("llama4", {"use_qk_norm": False}, {"qk_l2_norm": False}),
+    ("glm4", {"attention_bias": False}, {"add_qkv_bias": False}),
+    *(
+        (name, {"tie_word_embeddings": tied}, {"untie_embeddings_and_output_weights": not tied})
+        for name in ("llama", "gemma2", "smollm3", "falcon", "gpt_neox", "gpt2")
+        for tied in (False, True)
+    ),
+    ("falcon", {"bias": True}, {"add_bias_linear": True}),
     ("qwen3_moe", {"decoder_sparse_step": 2}, {"moe_layers": (False, True) * 3}),
     ("qwen3_moe", {"mlp_only_layers": [0, 5]}, {"moe_layers": (False, *(True,) * 4, False)}),
     ("qwen3_moe", {"num_local_experts": 16}, {"num_experts": 16}),
