@@ -219,7 +219,7 @@ REFUSED = [
     ("qwen3_next", {"full_attention_interval": 1}, "have no linear attention"),
     ("qwen3_next", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2"),
     ("qwen3_next", {"num_nextn_predict_layers": True}, "num_nextn_predict_layers = True"),
-    ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "for each layer"),
+    ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "layer_types = ['linear_attention'"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
     ("gemma2", {"query_pre_attn_scalar": math.inf}, "query_pre_attn_scalar = inf"),
     ("gemma2", {"query_pre_attn_scalar": 10**400}, "a value has the wrong type or size"),
