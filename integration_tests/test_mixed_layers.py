@@ -30,7 +30,6 @@ MIXED = Family(
     name="mixed",
     kind="gpt",
     title="Mixed",
-    version=1,
     architectures=("MixedForCausalLM",),
     model_type="mixed",
     rows=(

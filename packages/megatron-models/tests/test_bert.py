@@ -17,7 +17,7 @@ from megatron_models import (
     parameter_count,
     training_flops,
 )
-from megatron_parallel import Mesh
+from megatron_parallel import Mesh, ParallelLayout
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -67,6 +67,12 @@ def test_the_configuration_lists_the_parameters_of_the_model(fields: dict[str, A
     }
     assert listed == {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert list(listed) == [name for name, _ in model.named_parameters()]
+
+
+def test_the_bias_of_the_logits_is_cut_like_the_output_matrix_and_does_not_decay() -> None:
+    cut = BertConfig(**SMALL).parameters()["lm_head.bias"].sharding
+    assert not cut.weight_decay
+    assert cut.local_shape(Mesh(ParallelLayout(tp=2).resolve(2), 0)) == (32,)
 
 
 def test_megatrons_bert_large_has_its_size() -> None:
@@ -158,11 +164,43 @@ def test_the_embedding_saves_tokens_types_and_what_its_norm_reads(fields, of_tok
     assert spec.activation_bytes(LayerPass(8, 3, SavedBytes(4))) == 8 * 3 * of_token
 
 
+def test_stages_together_are_the_whole_encoder() -> None:
+    model, tokens, mask = built(**POST), text(), padded(12, 9, 5)
+    types, labels = tokens % 2, text(2)
+    first, last = (
+        Bert(
+            model.config,
+            Placement(Mesh(ParallelLayout(pp=2).resolve(2), rank), dtype=torch.float64),
+        )
+        for rank in range(2)
+    )
+    assert first.lm_head is None and first.sequence_head is None
+    x = first(tokens, token_types=types, labels=labels, mask=mask)
+    for given in ({}, {"labels": labels}, {"logits_at": tokens[:, :2] % 12}):
+        found = last(x, mask=mask, **given)
+        expected = model(tokens, token_types=types, mask=mask, **given)
+        assert torch.equal(found.tokens, expected.tokens)
+        assert torch.equal(found.sequences, expected.sequences)
+    with pytest.raises(ConfigError, match="labels and logits_at exclude each other"):
+        last(x, mask=mask, labels=labels, logits_at=tokens[:, :2] % 12)
+
+
+def test_layers_communicate_in_slices_on_request_alone() -> None:
+    mesh = Mesh(ParallelLayout(tp=2).resolve(2), 0)
+    for overlap in (False, True):
+        placement = Placement(mesh, sequence_parallel=True, tp_comm_overlap=overlap)
+        model = Bert(BertConfig(**SMALL), placement)
+        assert (model.num_slices > 1) == overlap and model.num_slices >= 1
+        assert model.layers["1"].mlp.up.num_slices == model.num_slices
+
+
 def test_a_causal_mask_and_labels_without_logits_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"use Mask\(causal=False\)"):
         built()(text(), mask=Mask())
     with pytest.raises(ConfigError, match="has no logits"):
         built(task_head="classification")(text(), labels=text())
+    with pytest.raises(ConfigError, match="has no logits"):
+        built(task_head="classification")(text(), logits_at=text() * 0)
     with pytest.raises(ConfigError, match="no token types"):
         built(num_tokentypes=0)(text(), token_types=text() * 0)
 

@@ -123,6 +123,13 @@ def test_all_wrong_keys_are_named_at_once(small):
         GPTConfig.from_dict({f"k{number}": 0 for number in range(20)})
 
 
+def test_five_wrong_keys_are_all_that_there_are(small):
+    with pytest.raises(ConfigError, match=r"'k3'; unknown model configuration key 'k4'$"):
+        GPTConfig.from_dict(small().to_dict() | {f"k{number}": 0 for number in range(5)})
+    with pytest.raises(ConfigError, match=r"'k4'; and 1 more$"):
+        GPTConfig.from_dict(small().to_dict() | {f"k{number}": 0 for number in range(6)})
+
+
 def test_unknown_key_names_the_nearest(small):
     values = small().to_dict()
     values["num_layer"] = values.pop("num_layers")
@@ -135,6 +142,7 @@ def test_unknown_key_names_the_nearest(small):
     [
         ("{", "not JSON"),
         ("[1]", "list"),
+        ("[" * 100_000, "nested too deeply"),
         ('{"num_layers": 2}', "lacks hidden_size, .*num_attention_heads"),
     ],
 )

@@ -20,7 +20,7 @@ from megatron_models import (
     StaticKVCache,
     encoder_decoder_flops,
 )
-from megatron_parallel import DropoutKey, Mesh, ParallelLayout
+from megatron_parallel import DropoutKey, LayoutError, Mesh, ParallelLayout, RecomputeConfig
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -271,6 +271,15 @@ def test_unsupported_layouts_are_refused_in_one_line(degrees, options, message):
     assert "\n" not in str(caught.value)
 
 
+def test_what_a_rank_cannot_cut_or_share_is_refused(batch):
+    model = EncoderDecoder(LEARNED, Placement(rank_of(0, tp=2), sequence_parallel=True))
+    with pytest.raises(ConfigError, match="of 7 tokens cannot be divided over 2"):
+        model(source=batch["source"][:, :7], target=batch["target"])
+    saved = RecomputeConfig("full", "uniform", 1, distribute_saved_activations=True)
+    with pytest.raises(LayoutError, match="needs at least 2 tensor parallel ranks"):
+        EncoderDecoder(LEARNED, Placement(Mesh.single(), recompute=saved))
+
+
 def test_unsupported_features_are_refused_by_name():
     with pytest.raises(ConfigError, match="no attention sinks: softmax_type learnable"):
         replace(LEARNED, softmax_type="learnable")
@@ -336,6 +345,49 @@ def test_decoding_with_a_cache_equals_the_whole_target(config, batch):
             torch.testing.assert_close(some, whole[[11, 8]], rtol=0, atol=TOLERANCE)
             assert cache.length == TARGET
             cache.truncate(0)
+
+
+@torch.no_grad()
+def test_positions_of_a_mask_are_those_of_the_target(batch):
+    model = EncoderDecoder(LEARNED, Placement(Mesh.single(), dtype=torch.float64))
+    batch.pop("labels")
+    target, positions = batch.pop("target"), (torch.arange(TARGET) + 3).expand(BATCH, -1)
+    whole = model(**batch, target=target, positions=positions)
+    assert torch.equal(model(**batch, target=target, mask=Mask(positions=positions)), whole)
+    assert not torch.equal(model(**batch, target=target), whole)
+    options = {"dtype": torch.float64, "layers": range(2, 6)}
+    cache, steps = StaticKVCache(LEARNED, model.mesh, BATCH, TARGET, **options), []
+    for start, stop in ((0, 5), (5, 6), (6, TARGET)):
+        mask = Mask(positions=positions[:, :stop])
+        steps.append(model(**batch, target=target[:, start:stop], mask=mask, cache=cache))
+        batch.pop("source", None)
+    torch.testing.assert_close(torch.cat(steps), whole, rtol=0, atol=TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_short_text_is_not_rotated_as_the_longest(batch):
+    scaling = {"rope_scaling_type": "dynamic", "rope_scaling_factor": 2.0}
+    scaled = replace(ROTARY, **scaling, rope_scaling_original_length=SOURCE)
+    source, target = batch["source"], batch["target"]
+    for length, equal in ((SOURCE, True), (TARGET, False)):
+        one, other = (
+            EncoderDecoder(config, Mesh.single())(source=source, target=target[:, :length])
+            for config in (ROTARY, scaled)
+        )
+        assert torch.equal(one, other) == equal
+
+
+def test_recomputed_layers_are_not_saved(batch):
+    found = []
+    for recompute in (RecomputeConfig(), RecomputeConfig("full", "uniform", 1)):
+        sizes = []
+        model = EncoderDecoder(LEARNED, Placement(Mesh.single(), recompute=recompute))
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, sizes=sizes: sizes.append(x.numel()) or x, lambda x: x
+        ):
+            model(**batch)
+        found.append(sum(sizes))
+    assert found[1] < found[0] / 2
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from megatron_models import (
     EncoderDecoder,
     EncoderDecoderConfig,
     GPTConfig,
+    StaticKVCache,
     encoder_decoder_flops,
     training_memory,
 )
@@ -269,6 +270,10 @@ def test_one_stage_begins_with_itself():
     later = DecodingPass(torch.zeros(3, 7, dtype=torch.long), None)
     model = stage_of(0, pp=1)
     assert model.first_active_stage(later) == 0 and model.input_shapes(later) == ()
+    assert stage_of(1, pp=2).first_active_stage(later) == 1
+    chunk = EncoderDecoder(CONFIG, Mesh(ParallelLayout(pp=2, vpp=2).resolve(2), 0), chunk=1)
+    assert chunk.first_active_stage(later) == 2
+    assert chunk.reads_source and CONFIG.predicts_tokens
 
 
 @pytest.mark.parametrize(
@@ -284,6 +289,17 @@ def test_a_stage_takes_a_number_of_tensors(number, given, words):
     text = torch.zeros(3, 4, dtype=torch.long)
     with pytest.raises(ConfigError, match=words):
         stage_of(number)(*[torch.zeros(4, 3, 16)] * given, source=text, target=text)
+
+
+@pytest.mark.parametrize(
+    ("number", "given", "words"),
+    [(2, 1, "takes no tensor, not 1"), (3, 0, "takes 1 tensor of the decoder, not 0")],
+)
+def test_a_later_pass_has_the_stream_of_the_decoder_alone(number, given, words):
+    text, stage = torch.zeros(3, 4, dtype=torch.long), stage_of(number)
+    cache = StaticKVCache(CONFIG, stage.mesh, 3, 8, layers=range(2 * number - 2, 2 * number))
+    with pytest.raises(ConfigError, match=words):
+        stage(*[torch.zeros(4, 3, 16)] * given, target=text, cache=cache)
 
 
 @pytest.mark.parametrize(

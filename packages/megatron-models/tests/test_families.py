@@ -3,7 +3,6 @@ from dataclasses import fields, replace
 from importlib.metadata import entry_points
 
 import pytest
-import torch
 from megatron_models.errors import ConfigError
 from megatron_models.families.neutral import NEUTRAL, WINDOWS, WITHOUT_EFFECT
 from megatron_models.models.gpt.config import GPTConfig
@@ -166,12 +165,6 @@ def test_a_given_attention_factor_of_yarn_takes_precedence_over_magnitudes():
     assert llama.FAMILY.config_from_hf(llama.FAMILY.config_to_hf(config)) == config
 
 
-def test_a_mask_value_in_low_precision_is_read():
-    bound = {kind: arguments for _, kind, arguments in gpt2.FAMILY.ignored}["at_most"]
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        assert float(torch.tensor(-1e4, dtype=dtype)) <= bound["value"]
-
-
 def test_rope_parameters_of_transformers_5_are_read_too():
     parameters = LLAMA["rope_scaling"] | {"rope_theta": 500000.0}
     newer = {k: v for k, v in LLAMA.items() if not k.startswith("rope")}
@@ -229,6 +222,16 @@ SOFTCAP = "has attn_logit_softcapping = 0.0, this one has 50.0; it cannot be exp
 def test_a_model_that_the_family_cannot_express_is_not_exported(small, family, changes, words):
     with pytest.raises(ConfigError, match=words):
         family.config_to_hf(small(**changes))
+
+
+def test_a_message_shows_three_of_the_fields_that_a_family_cannot_express():
+    config = llama.FAMILY.config_from_hf(LLAMA)
+    changes = {"attn_logit_softcapping": 1.0, "softmax_scale": 0.5, "norm_placement": "post"}
+    with pytest.raises(ConfigError, match=r"; norm_placement = .*'post'; it cannot be exported"):
+        llama.FAMILY.config_to_hf(replace(config, **changes))
+    with pytest.raises(ConfigError, match="; and 1 more; it cannot be exported") as caught:
+        llama.FAMILY.config_to_hf(replace(config, **changes, residual_multiplier=0.5))
+    assert str(caught.value).count(", this one has ") == 3
 
 
 def test_names_of_experts_are_expanded(small):

@@ -173,6 +173,9 @@ LABELLED = CLASSES["BertForSequenceClassification"]
         ),
         (t5, {"scale_decoder_outputs": False}, {"logits_scaling": 1.0}),
         (t5, {"d_model": 64}, {"logits_scaling": 8.0}),
+        (t5, {"n_positions": None}, {"max_position_embeddings": 512}),
+        (mamba2, {"tie_word_embeddings": True}, {"untie_embeddings_and_output_weights": False}),
+        (mamba2, {"tie_word_embeddings": None}, {"untie_embeddings_and_output_weights": True}),
         (mamba2, {"expand": 1, "num_heads": 64}, {"mamba_num_heads": 64, "mamba_head_dim": 64}),
         (mamba2, {"time_step_limit": [0.5, 2.0]}, {"mamba_dt_min": 0.5, "mamba_dt_max": 2.0}),
         (

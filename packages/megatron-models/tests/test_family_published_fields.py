@@ -74,6 +74,8 @@ def test_code_that_is_not_the_published_one_is_refused(name):
     changed = {**more["auto_map"], "AutoModelForCausalLM": "modeling_fork.ForkForCausalLM"}
     with pytest.raises(ConfigError, match="auto_map = "):
         family.config_from_hf({**base, **more, "auto_map": changed})
+    with pytest.raises(ConfigError, match="'field_of_a_fork' = 3"):
+        family.config_from_hf({**base, **more, "field_of_a_fork": 3})
 
 
 def test_one_message_names_all_refused_fields():

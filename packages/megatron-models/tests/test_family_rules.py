@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 from megatron_models import ConfigError
-from megatron_models.models.gpt.families import llama
-from megatron_models.models.gpt.families.rope import rope
 
 from .test_family_defaults import DEFAULTS, SIZES
 
@@ -28,6 +26,7 @@ READ = [
     ("deepseek_v3", {"num_nextn_predict_layers": 2}, {"mtp_num_layers": 2}),
     ("deepseek_v3", {"num_mtp_layers": 0}, {"mtp_num_layers": 0}),
     ("deepseek_v3", {"num_nextn_predict_layers": 2, "num_mtp_layers": 2}, {"mtp_num_layers": 2}),
+    ("deepseek_v3", {"num_hidden_layers": 4}, {"mtp_num_layers": 1}),
     ("deepseek_v3", {"n_shared_experts": 3}, {"moe_shared_expert_intermediate_size": 6144}),
     ("deepseek_v3", {"q_lora_rank": None}, {"q_lora_rank": 0}),
     (
@@ -81,7 +80,20 @@ READ = [
         {"unrotated_layers": (False, True, False, False, True, False)},
     ),
     ("llama4", {"no_rope_layers": []}, {"unrotated_layers": (False,) * 3 + (True,) + (False,) * 2}),
+    (
+        "llama4",
+        {"no_rope_layer_interval": 1},
+        {"unrotated_layers": (True,) * 6, "attention_chunk_size": 0},
+    ),
     ("llama4", {"num_experts_per_tok": 2}, {"normalizes_weights": False}),
+    ("llama4", {"use_qk_norm": False}, {"qk_l2_norm": False}),
+    ("glm4", {"attention_bias": False}, {"add_qkv_bias": False}),
+    *(
+        (name, {"tie_word_embeddings": tied}, {"untie_embeddings_and_output_weights": not tied})
+        for name in ("llama", "gemma2", "smollm3", "falcon", "gpt_neox", "gpt2")
+        for tied in (False, True)
+    ),
+    ("falcon", {"bias": True}, {"add_bias_linear": True}),
     ("qwen3_moe", {"decoder_sparse_step": 2}, {"moe_layers": (False, True) * 3}),
     ("qwen3_moe", {"mlp_only_layers": [0, 5]}, {"moe_layers": (False, *(True,) * 4, False)}),
     ("qwen3_moe", {"num_local_experts": 16}, {"num_experts": 16}),
@@ -105,6 +117,7 @@ READ = [
     ("gemma2", {"attn_logit_softcapping": None}, {"attn_logit_softcapping": 0.0}),
     ("granite", {"attention_multiplier": 2}, {"softmax_scale": 2.0}),
     ("smollm3", {"no_rope_layer_interval": 2}, {"unrotated_layers": (False, True) * 3}),
+    ("smollm3", {"no_rope_layer_interval": 1}, {"unrotated_layers": (True,) * 6}),
     ("smollm3", {"no_rope_layers": [0, 1] * 4}, {"no_rope_freq": "[1, 0, 1, 0, 1, 0]"}),
     ("smollm3", {"no_rope_layers": [1, 1, 0] * 2}, {"no_rope_freq": "3"}),
     ("smollm3", {"no_rope_layers": [1] * 6}, {"no_rope_freq": "0"}),
@@ -118,12 +131,23 @@ READ = [
         {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [1, 0] * 3},
         {"windowed_layers": (False, True) * 3},
     ),
+    (
+        "gpt_oss",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0},
+    ),
     ("gpt_oss", {"attention_bias": False}, {"has_qkv_bias": False, "has_mlp_bias": True}),
     ("gpt_oss", {"swiglu_limit": 3.0}, {"activation_func_clamp_value": 3.0}),
     ("gpt_neox", {"use_parallel_residual": False}, {"parallel_residual": "none"}),
     ("gpt_neox", {"partial_rotary_factor": 0.25, "rope_theta": 1e4}, {"rotary_percent": 0.25}),
     ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 0.5}, {"rotary_percent": 0.5}),
+    (
+        "gpt_neox",
+        {"rope_parameters": {"rope_theta": 5e3}, "rope_theta": 5e3},
+        {"rotary_base": 5e3},
+    ),
     ("falcon", {"alibi": True}, {"position_embedding_type": "alibi", "scale_alibi": True}),
+    ("falcon", {"ffn_hidden_size": None}, {"ffn_hidden_size": 4 * 4096}),
     ("falcon", {"multi_query": False}, {"num_query_groups": 32}),
     ("falcon", {"parallel_attn": False}, {"parallel_residual": "none", "num_query_groups": 1}),
     (
@@ -194,9 +218,11 @@ REFUSED = [
     ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval = 0"),
     ("qwen3_next", {"full_attention_interval": 1}, "have no linear attention"),
     ("qwen3_next", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2"),
-    ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "for each layer"),
+    ("qwen3_next", {"num_nextn_predict_layers": True}, "num_nextn_predict_layers = True"),
+    ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "layer_types = ['linear_attention'"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0"),
     ("gemma2", {"query_pre_attn_scalar": math.inf}, "query_pre_attn_scalar = inf"),
+    ("gemma2", {"query_pre_attn_scalar": 10**400}, "a value has the wrong type or size"),
     ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping = -1.0"),
     ("gemma2", {"hidden_size": True}, "hidden_size = True"),
     ("granite", {"attention_multiplier": 0}, "attention_multiplier = 0"),
@@ -242,6 +268,7 @@ WRITTEN = [
     ("llama4", {"attn_scale": 0}, {}, {"attn_temperature_tuning": False, "attn_scale": 0.0}),
     ("qwen3_moe", {"mlp_only_layers": [2]}, {}, {"mlp_only_layers": [2], "decoder_sparse_step": 1}),
     ("gemma2", {"query_pre_attn_scalar": 144}, {}, {"query_pre_attn_scalar": 144}),
+    ("gemma2", {"query_pre_attn_scalar": 1}, {}, {"query_pre_attn_scalar": 1}),
     ("gemma2", {}, {"softmax_scale": 0.0}, {"query_pre_attn_scalar": 256}),
     ("granite", {}, {"softmax_scale": 0.0}, {"attention_multiplier": 128**-0.5}),
     ("smollm3", {}, {}, {"no_rope_layers": [1, 1, 1, 0, 1, 1]}),
@@ -334,6 +361,57 @@ def test_a_model_that_its_class_does_not_compute_is_not_written(name, fields, wo
         write(name, {}, **fields)
 
 
+GROUPED = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "gpt_oss",
+    "llama4",
+)
+TIED = {"tie_word_embeddings": None}
+NULL = [
+    *((name, {"num_key_value_heads": None}, {"num_query_groups": 32}) for name in GROUPED),
+    *((name, {"head_dim": None}, {"kv_channels": 128}) for name in ("llama", "gpt_oss", "llama4")),
+    *(
+        (name, TIED, {"untie_embeddings_and_output_weights": True})
+        for name in ("llama", "smollm3", "deepseek_v2")
+    ),
+    ("deepseek_v3", {"rope_interleave": None}, {"rotary_interleaved": False}),
+    *(
+        (name, {"norm_topk_prob": None}, {"moe_router_pre_softmax": True})
+        for name in ("qwen3_moe", "qwen3_next")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "expected"), NULL)
+def test_null_is_a_size_that_is_derived_or_a_switch_that_is_off(name, changes, expected):
+    config = read(name, changes)
+    assert {field: getattr(config, field) for field in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "start"),
+    [
+        ("deepseek_v32", "moe_layer_freq", "[0, 0, 0, 1, 1, "),
+        ("llama4", "moe_layer_freq", "[0, 1, 0, 1, "),
+        ("llama4", "attn_temperature_scale", "0.1"),
+        ("qwen3_moe", "moe_layer_freq", "[0, 1, 0, 1, "),
+        ("qwen3_next", "linear_attention_freq", "[1, 1, 1, 0, 1, "),
+    ],
+)
+def test_rules_hold_for_the_largest_number_of_layers(name, field, start):
+    (rule,) = (each for each in DEFAULTS[name][0].FAMILY.custom if field in each.fields)
+    step = dict.fromkeys(("interleave_moe_layer_step", "decoder_sparse_step"), 2)
+    found = rule.read("T", {"num_hidden_layers": 100_000, **step})
+    assert str(found[field]).startswith(start)
+    assert rule.read("T", {"num_hidden_layers": 100_001, **step}) == {}  # refused elsewhere
+
+
 def test_windows_of_the_largest_number_of_layers_are_read():
     config = read("gemma2", {"num_hidden_layers": 100_000})
     assert config.windowed_layers[:3] == (True, False, True) and config.sliding_window == 4096
@@ -341,73 +419,12 @@ def test_windows_of_the_largest_number_of_layers_are_read():
         read("gemma2", {"num_hidden_layers": 100_001})
 
 
-def scaled(**settings):
-    given = {**SIZES, "max_position_embeddings": 128, "rope_scaling": settings}
-    return llama.FAMILY.config_from_hf(given)
-
-
-def test_the_factor_of_a_stretched_rotation_is_by_default_the_ratio_of_lengths():
-    original = {"rope_type": "yarn", "original_max_position_embeddings": 32}
-    assert scaled(**original).rope_scaling_factor == 4.0
-    assert scaled(**original, factor=3.0).rope_scaling_factor == 3.0
-    assert scaled(rope_type="yarn", factor=2.0).rope_scaling_original_length == 128
-    given = {**SIZES, "original_max_position_embeddings": 16, "rope_scaling": {**original}}
-    config = llama.FAMILY.config_from_hf(given)  # the value outside takes precedence
-    assert (config.rope_scaling_original_length, config.rope_scaling_factor) == (16, 4.0)
-    single = {**original, "original_max_position_embeddings": 1}
-    assert scaled(**single).rope_scaling_factor == 128.0
-    for length in (0, "32"):
-        with pytest.raises(ConfigError, match="rotary scaling without a factor needs"):
-            scaled(rope_type="yarn", original_max_position_embeddings=length)
-
-
-def test_a_length_outside_the_settings_of_llama_3_takes_precedence():
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
-    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
-    assert scaled(**scaling).rope_scaling_original_length == 8
-    given = {**SIZES, "original_max_position_embeddings": 16, "rope_scaling": scaling}
-    assert llama.FAMILY.config_from_hf(given).rope_scaling_original_length == 16
-
-
-def test_all_channels_may_be_named_as_the_rotated_ones():
-    whole = {**SIZES, "rope_parameters": {"partial_rotary_factor": 1.0}}
-    assert llama.FAMILY.config_from_hf(whole) == llama.FAMILY.config_from_hf(SIZES)
-
-
-def test_magnitudes_of_yarn_need_each_other_and_periods_of_0_are_absent():
-    both = scaled(rope_type="yarn", factor=2.0, mscale=0.5, mscale_all_dim=0.25)
-    assert (both.mscale, both.mscale_all_dim) == (0.5, 0.25)
-    one = scaled(rope_type="yarn", factor=2.0, mscale=0.5, beta_fast=0, beta_slow=3.0)
-    assert (one.mscale, one.mscale_all_dim) == (1.0, 0.0)
-    assert (one.yarn_beta_fast, one.yarn_beta_slow) == (32.0, 3.0)
-    words = re.escape("mscale and mscale_all_dim = 1.0 and 0.0, or both above 0, this one has (0.5")
-    with pytest.raises(ConfigError, match=words):
-        llama.FAMILY.config_to_hf(replace(one, mscale=0.5))
-    with pytest.raises(ConfigError, match="mscale and mscale_all_dim"):
-        llama.FAMILY.config_to_hf(replace(one, mscale=0.0, mscale_all_dim=0.5))
-    assert llama.FAMILY.config_from_hf(llama.FAMILY.config_to_hf(both)) == both
-
-
-@pytest.mark.parametrize(
-    ("factor", "magnitude"), [(40.0, 0.1 * math.log(40) + 1), (1, 1.0), (0.5, 1.0)]
-)
-def test_scores_of_latents_are_scaled_without_the_other_magnitude_too(factor, magnitude):
-    settings = {"rope_type": "yarn", "factor": factor, "mscale_all_dim": 0.7}
-    found = rope(1e4, latent=True).read(
-        "T", {"max_position_embeddings": 64, "rope_scaling": settings}
-    )
-    assert found["mscale_all_dim"] == 0.7 and "mscale" not in found
-    assert found["rope_scaling_attention_factor"] == pytest.approx(magnitude, rel=1e-12)
-    plain = rope(1e4).read("T", {"max_position_embeddings": 64, "rope_scaling": settings})
-    assert "mscale_all_dim" not in plain
-
-
-def test_a_dynamic_rotation_begins_at_the_number_of_positions():
-    config = scaled(rope_type="dynamic", factor=2.0)
-    assert config.rope_scaling_original_length == 128
-    assert llama.FAMILY.config_to_hf(config)["rope_scaling"] == {
-        "rope_type": "dynamic",
-        "factor": 2.0,
-    }
-    with pytest.raises(ConfigError, match="rope_scaling_original_length = 128, this one has 64"):
-        llama.FAMILY.config_to_hf(replace(config, rope_scaling_original_length=64))
+def test_a_refused_field_does_not_hide_those_of_later_rules():
+    with pytest.raises(ConfigError, match=r"hidden_size = True.*final_logit_softcapping = -1\.0"):
+        read("gemma2", {"hidden_size": True, "final_logit_softcapping": -1.0})
+    given = {k: v for k, v in SIZES.items() if k != "hidden_size"}
+    with pytest.raises(ConfigError, match=r"lacks 'hidden_size'.*final_logit_softcapping = -1\.0"):
+        DEFAULTS["gemma2"][0].FAMILY.config_from_hf({**given, "final_logit_softcapping": -1.0})
+    with pytest.raises(ConfigError) as caught:
+        read("qwen3_next", {"mlp_only_layers": 3})
+    assert "mlp_only_layers = 3" in str(caught.value) and "wrong type" not in str(caught.value)

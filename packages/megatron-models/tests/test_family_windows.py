@@ -48,6 +48,7 @@ def windowed(config, name="sliding_window"):
         ("all", {}, [None] * 4),
         ("all", {"sliding_window": None}, [None] * 4),
         ("all", {"sliding_window": 5}, [5] * 4),
+        ("all", {"sliding_window": 1}, [1] * 4),
         ("all", {"sliding_window": 5, "layer_types": [SLIDING] * 4}, [5] * 4),
         ("mixed", {}, [4096, 4096, None, 4096]),
         ("mixed", {"sliding_window": 5}, [5, 5, None, 5]),
@@ -58,6 +59,7 @@ def windowed(config, name="sliding_window"):
         ),
         ("mixed", {"layer_types": [FULL] * 4, "sliding_window": None}, [None] * 4),
         ("named", {"sliding_window": 6, "sliding_window_pattern": 2}, [6, None, 6, None]),
+        ("named", {"sliding_window": 6, "sliding_window_pattern": 1}, [None] * 4),
         ("switched", {}, [None] * 4),
         ("switched", {"sliding_window": 5}, [None] * 4),
         ("switched", {"use_sliding_window": True}, [None, 16, 16, 16]),
@@ -71,6 +73,8 @@ def test_the_window_of_each_layer_is_read_and_written(rule, values, expected):
     assert windowed(config) == expected
     written = own.config_to_hf(config)
     assert own.config_from_hf(written) == config
+    if not any(expected):  # null only if the family has it
+        assert written["sliding_window"] == (4096 if rule == "mixed" else None)
     types = [FULL if each is None else SLIDING for each in expected]
     assert written.get("layer_types", types) == types
     assert ("layer_types" in written) == (rule != "all")

@@ -174,6 +174,9 @@ def test_an_encoder_has_positions_after_its_offset():
         BertConfig(**fields, bert_pooler=True)
     with pytest.raises(ConfigError, match="num_tokentypes is 1000001, more than 1000000"):
         BertConfig(**fields, num_tokentypes=1_000_001)
+    for name in ("num_tokentypes", "position_offset"):
+        with pytest.raises(ConfigError, match=f"{name} must .*, not -1"):
+            BertConfig(**fields, **{name: -1})
     with pytest.raises(ConfigError, match="position_offset 2 needs position_embedding_type"):
         BertConfig(**fields, position_embedding_type="rope", position_offset=2)
 
@@ -215,6 +218,20 @@ def test_a_pair_costs_a_part_of_the_other_work():
     config = GPTConfig(**SIZES, **HEADS, num_layers=3)
     assert config.multiply_adds == (3 * 12 * 16 * 16 + 16 * 128, 3 * 2 * 16, 0)
     assert tokens_per_pair(config) == 96 / 11264
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected", "kind"), [("[1,0,1]", 2 + 2, MoESpec), ("[1,1,0]", 2, MLPSpec)]
+)
+def test_depths_have_the_last_layer_and_the_embedding_of_the_model(layers, expected, kind):
+    config = GPTConfig(
+        **SIZES, **HEADS, num_layers=3, num_experts=4, moe_layer_freq=layers, mtp_num_layers=2
+    )
+    experts = [mixer for mixer in config.mixers if isinstance(mixer, MoESpec)]
+    assert {mixer.layers_with_experts for mixer in experts} == {expected}
+    for depth in config.multi_token():
+        assert isinstance(depth.trunk.mixers[1], kind)
+    assert config.embedding.output_passes == 3
 
 
 @pytest.mark.parametrize(

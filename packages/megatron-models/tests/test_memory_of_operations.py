@@ -61,6 +61,15 @@ def test_backends_of_a_device_choose_what_attention_saves(backends, fused_scores
         assert (found.activation, found.norm_statistic) == (2, 4)
 
 
+def test_fused_operations_save_their_inputs_and_statistics_alone():
+    found = SavedBytes(2)
+    nothing = ("dropout_mask", "per_score", "dropped_scores", "attention_mask", "window_mask")
+    nothing += ("qkv_copy", "normalized_input", "norm_input", "logit")
+    assert {getattr(found, name) for name in nothing} == {0}
+    assert (found.logsumexp, found.norm_statistic, found.copies_for_gain) == (4, 4, True)
+    assert not (found.mask_bits or found.pads_values or found.packs_rope or found.fused_scores)
+
+
 def test_fused_operations_of_a_device_save_logits_and_pack_rotations():
     plain = SavedBytes.of_backends(2, {})
     assert plain.packs_rope and plain.logit == 2

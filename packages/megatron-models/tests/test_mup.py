@@ -148,4 +148,8 @@ def test_fields_that_do_not_fit_are_refused(fields: dict[str, Any], message: str
 
 def test_a_wider_model_has_the_ratio_of_its_own_width() -> None:
     base = GPTConfig(**SIZES, use_mup=True)
-    assert dataclasses.replace(base, hidden_size=128, logits_scaling=1.0).width_multiplier == 2.0
+    wide = dataclasses.replace(base, hidden_size=128, logits_scaling=1.0)
+    assert wide.width_multiplier == 2.0
+    assert wide.hidden_init == {"init_method_std": 0.02 / math.sqrt(2)}
+    assert set(wide.width_ratios().values()) == {(2.0, 2.0), (1.0, 2.0)}
+    assert base.hidden_init == GPTConfig(**SIZES).width_ratios() == {}

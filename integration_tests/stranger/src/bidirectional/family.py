@@ -25,7 +25,6 @@ FAMILY = Family(
     name="bert-encoder",
     kind="bidirectional",
     title="BERT",
-    version=1,
     architectures=("BidirectionalEncoder",),
     model_type="bert",
     rows=(

@@ -84,7 +84,7 @@ class Context:
     masks: Mapping[Span, Mask] = field(default_factory=dict)
     positions: Int[Tensor, "*axes b_or_1 s"] | None = None
     score_bias: Float[Tensor, "_ n s keys"] | None = None
-    document_ids: Int[Tensor, "b s"] | None = None
+    document_ids: Int[Tensor, "b row"] | None = None
     continues: Bool[Tensor, " b"] | None = None
 
     def token_positions(self, length: int, device: torch.device) -> Int[Tensor, "s b_or_1"]:

@@ -68,7 +68,6 @@ class Family:
     Attributes:
         name: The family's name, as stored in checkpoints.
         title: Its name in messages.
-        version: Version of the rows, raised when a row changes meaning.
         kind: Kind of the models.
         architectures: Names of the Hugging Face classes with such weights.
         model_type: Value of ``model_type`` in their ``config.json``.
@@ -93,7 +92,6 @@ class Family:
 
     name: str
     title: str
-    version: int
     kind: str
     architectures: tuple[str, ...]
     model_type: str

@@ -13,7 +13,7 @@ from megatron_models.errors import ConfigError
 from megatron_models.models.trunk_config import TrunkConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CausalConfig(TrunkConfig, HeadConfig, TiedOutputConfig):
     """The configuration of a decoder-only model over one vocabulary, or with a task head."""
 

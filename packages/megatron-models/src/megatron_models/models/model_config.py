@@ -50,10 +50,10 @@ class MultiplyAdds(NamedTuple):
 
     per_token: int
     per_pair: int
-    per_sequence: int = 0
+    per_sequence: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class ModelConfig(ComponentConfig, ABC):
     """Base of model configurations: plain values, converted to and from JSON.
 

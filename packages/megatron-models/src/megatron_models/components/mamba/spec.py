@@ -32,7 +32,7 @@ STEPS: Final = Init("inverse_softplus", 0.1, low=1e-3)
 """Initial rates of decay and time steps, as in Mamba-2 and Megatron-LM."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MambaSpec(MambaConfig, NormConfig, Mixer):
     """Projection, causal convolution, scan, gated norm and output projection (Dao and Gu, 2024).
 

@@ -23,7 +23,7 @@ HEAD: Final = "lm_head"
 """Prefix of the parameters."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MaskedLMSpec(NormConfig, MLPConfig, EmbeddingConfig, Head):
     """``norm(activation(dense(x)))``, which the output matrix reads, and the bias of the logits.
 

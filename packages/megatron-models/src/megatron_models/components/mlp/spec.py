@@ -141,7 +141,7 @@ class MLPConfig(StreamConfig):
         return 0 if self.activation == "relu" else 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MLPSpec(MLPConfig, Mixer):
     """``down(activation(up(x)))``. If gated, ``up`` is gate and up projection, ``(2, f, h)``."""
 

@@ -55,7 +55,7 @@ class NormConfig(StreamConfig):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NormSpec(NormConfig):
     """LayerNorm, or RMSNorm without a bias, replicated on every rank."""
 

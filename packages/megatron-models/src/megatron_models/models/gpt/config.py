@@ -19,7 +19,7 @@ from megatron_models.models.gpt.layers import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GPTConfig(GPTFields):
     """The shape of a decoder-only transformer, without training or parallelism.
 

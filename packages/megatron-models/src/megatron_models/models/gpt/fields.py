@@ -15,7 +15,7 @@ from megatron_models.components.residual import ResidualConfig
 from megatron_models.models.causal_config import CausalConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GPTFields(
     MupConfig,
     HeterogeneousConfig,

@@ -13,7 +13,7 @@ from megatron_models.models.hybrid.fields import HybridFields
 from megatron_models.models.hybrid.layers import hybrid_layers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HybridConfig(HybridFields):
     """The shape of a decoder-only model whose layers follow a pattern.
 

@@ -23,7 +23,6 @@ FAMILY = Family(
     name="bert",
     kind="bert",
     title="BERT",
-    version=1,
     architectures=(
         "BertForPreTraining",
         "BertForMaskedLM",

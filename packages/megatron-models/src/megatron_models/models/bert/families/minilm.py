@@ -21,7 +21,6 @@ FAMILY = Family(
     name="minilm",
     kind="bert",
     title="MiniLM",
-    version=1,
     architectures=("BertModel",),
     model_type="bert",
     rows=(*trunk_rows(""), *same("sequence_head.pooler", "pooler.dense")),

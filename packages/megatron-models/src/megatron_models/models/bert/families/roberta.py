@@ -41,7 +41,6 @@ FAMILY = Family(
     name="roberta",
     kind="bert",
     title="RoBERTa",
-    version=1,
     architectures=(
         "RobertaForMaskedLM",
         "RobertaForSequenceClassification",

@@ -181,7 +181,6 @@ FAMILY = Family(
     name="t5",
     kind="t5",
     title="T5",
-    version=1,
     architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel"),
     model_type="t5",
     rows=(

@@ -54,7 +54,6 @@ FAMILY = Family(
     name="deepseek_v2",
     kind="gpt",
     title="DeepSeek-V2",
-    version=1,
     architectures=("DeepseekV2ForCausalLM",),
     model_type="deepseek_v2",
     rows=deepseek_rows.ROWS,

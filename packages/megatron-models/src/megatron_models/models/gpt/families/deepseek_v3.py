@@ -37,7 +37,6 @@ FAMILY = Family(
     name="deepseek_v3",
     kind="gpt",
     title="DeepSeek-V3",
-    version=1,
     architectures=("DeepseekV3ForCausalLM",),
     model_type="deepseek_v3",
     rows=(

@@ -96,7 +96,6 @@ FAMILY = Family(
     name="deepseek_v32",
     kind="gpt",
     title="DeepSeek-V3.2",
-    version=1,
     architectures=("DeepseekV32ForCausalLM",),
     model_type="deepseek_v32",
     rows=(

@@ -156,7 +156,6 @@ FAMILY = Family(
     name="falcon",
     kind="gpt",
     title="Falcon",
-    version=1,
     architectures=("FalconForCausalLM",),
     model_type="falcon",
     rows=_ROWS,

@@ -129,7 +129,6 @@ FAMILY = Family(
     name="gemma2",
     kind="gpt",
     title="Gemma 2",
-    version=1,
     architectures=("Gemma2ForCausalLM",),
     model_type="gemma2",
     rows=(*START_ROWS, *_BIAS_ROWS, *llama.DENSE_ROWS, *llama.HEAD_ROWS),

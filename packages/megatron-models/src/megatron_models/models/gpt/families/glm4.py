@@ -25,7 +25,6 @@ FAMILY = Family(
     name="glm4",
     kind="gpt",
     title="GLM-4",
-    version=1,
     architectures=("Glm4ForCausalLM",),
     model_type="glm4",
     rows=(*llama.START_ROWS, *_NORMS, *_QKV_BIAS, *_MLP, *llama.HEAD_ROWS),

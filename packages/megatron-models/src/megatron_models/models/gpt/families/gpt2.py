@@ -57,7 +57,6 @@ FAMILY = Family(
     name="gpt2",
     kind="gpt",
     title="GPT-2",
-    version=1,
     architectures=("GPT2LMHeadModel",),
     model_type="gpt2",
     rows=_ROWS,

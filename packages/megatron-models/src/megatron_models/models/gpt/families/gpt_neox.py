@@ -87,7 +87,6 @@ FAMILY = Family(
     name="gpt_neox",
     kind="gpt",
     title="GPT-NeoX",
-    version=1,
     architectures=("GPTNeoXForCausalLM",),
     model_type="gpt_neox",
     rows=_ROWS,

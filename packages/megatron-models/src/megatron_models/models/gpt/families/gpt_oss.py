@@ -123,7 +123,6 @@ FAMILY = Family(
     name="gpt_oss",
     kind="gpt",
     title="gpt-oss",
-    version=1,
     architectures=("GptOssForCausalLM",),
     model_type="gpt_oss",
     rows=(*llama.START_ROWS, *_ATTENTION_BIASES, *llama.HEAD_ROWS, *_ROWS),

@@ -97,7 +97,6 @@ FAMILY = Family(
     name="llama",
     kind="gpt",
     title="Llama",
-    version=1,
     architectures=("LlamaForCausalLM",),
     model_type="llama",
     rows=(*START_ROWS, *DENSE_ROWS, *_BIAS_ROWS, *HEAD_ROWS),

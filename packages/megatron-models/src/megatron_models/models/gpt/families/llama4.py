@@ -176,7 +176,6 @@ FAMILY = Family(
     name="llama4",
     kind="gpt",
     title="Llama 4",
-    version=1,
     architectures=("Llama4ForCausalLM",),
     model_type="llama4_text",
     rows=(*llama.START_ROWS, *_ROWS, *llama.HEAD_ROWS),

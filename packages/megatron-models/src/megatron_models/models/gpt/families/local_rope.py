@@ -20,7 +20,7 @@ _MAPS: Final = "rope_parameters"
 _BASE: Final = "rope_theta"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _LocalRope:
     """What `local_rope` takes."""
 

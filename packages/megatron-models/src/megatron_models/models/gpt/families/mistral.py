@@ -13,7 +13,6 @@ FAMILY = Family(
     name="mistral",
     kind="gpt",
     title="Mistral",
-    version=1,
     architectures=("MistralForCausalLM",),
     model_type="mistral",
     rows=(*llama.START_ROWS, *llama.DENSE_ROWS, *llama.HEAD_ROWS),

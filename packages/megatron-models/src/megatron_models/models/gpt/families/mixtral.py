@@ -48,7 +48,6 @@ FAMILY = Family(
     name="mixtral",
     kind="gpt",
     title="Mixtral",
-    version=1,
     architectures=("MixtralForCausalLM",),
     model_type="mixtral",
     rows=(*llama.START_ROWS, *llama.HEAD_ROWS, *EXPERT_ROWS),

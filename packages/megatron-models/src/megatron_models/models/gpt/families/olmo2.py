@@ -25,7 +25,6 @@ FAMILY = Family(
     name="olmo2",
     kind="gpt",
     title="OLMo 2",
-    version=1,
     architectures=("Olmo2ForCausalLM",),
     model_type="olmo2",
     rows=(

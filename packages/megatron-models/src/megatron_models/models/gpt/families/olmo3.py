@@ -32,7 +32,6 @@ FAMILY = Family(
     name="olmo3",
     kind="gpt",
     title="OLMo 3",
-    version=1,
     architectures=("Olmo3ForCausalLM",),
     model_type="olmo3",
     rows=_ROWS,

@@ -36,7 +36,6 @@ FAMILY = Family(
     name="phi3",
     kind="gpt",
     title="Phi-3",
-    version=1,
     architectures=("Phi3ForCausalLM",),
     model_type="phi3",
     rows=_ROWS,

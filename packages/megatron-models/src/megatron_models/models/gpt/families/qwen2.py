@@ -20,7 +20,6 @@ FAMILY = Family(
     name="qwen2",
     kind="gpt",
     title="Qwen2",
-    version=1,
     architectures=("Qwen2ForCausalLM",),
     model_type="qwen2",
     rows=(*llama.START_ROWS, *llama.DENSE_ROWS, *_QKV_BIAS, *llama.HEAD_ROWS),

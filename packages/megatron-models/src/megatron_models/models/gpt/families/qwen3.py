@@ -28,7 +28,6 @@ FAMILY = Family(
     name="qwen3",
     kind="gpt",
     title="Qwen3",
-    version=1,
     architectures=("Qwen3ForCausalLM",),
     model_type="qwen3",
     rows=(*llama.START_ROWS, *ATTENTION_ROWS, *llama.DENSE_ROWS, *llama.HEAD_ROWS),

@@ -122,7 +122,6 @@ FAMILY = Family(
     name="qwen3_moe",
     kind="gpt",
     title="Qwen3-MoE",
-    version=1,
     architectures=("Qwen3MoeForCausalLM",),
     model_type="qwen3_moe",
     rows=(*llama.START_ROWS, *ATTENTION_ROWS, *FEED_FORWARD_ROWS, *llama.HEAD_ROWS),

@@ -228,7 +228,7 @@ def _layers_to_hf(config: GPTConfig) -> Mapping[str, Any]:
 
 _LAYERS = Custom(
     ("experimental_attention_variant", "linear_attention_freq", "mtp_num_layers"),
-    (_TYPES, _INTERVAL, _DEPTHS),
+    (_TYPES, _INTERVAL, _DEPTHS, "mlp_only_layers"),
     read=_layers_from_hf,
     write=_layers_to_hf,
 )
@@ -237,7 +237,6 @@ FAMILY = Family(
     name="qwen3_next",
     kind="gpt",
     title="Qwen3-Next",
-    version=1,
     architectures=("Qwen3NextForCausalLM",),
     model_type="qwen3_next",
     rows=(*_ROWS, *_DEPTH_ROWS),

@@ -46,7 +46,7 @@ ALL_KINDS: Final = ("linear", "dynamic", "llama3", "yarn", "longrope")
 """The types of rotary scaling that transformers computes for every model."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Rope:
     """What `rope` takes."""
 

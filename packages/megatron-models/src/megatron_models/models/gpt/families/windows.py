@@ -68,7 +68,7 @@ def from_layer(first: int, name: str) -> LayerRule:
     return rule
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Windows:
     """What `windows` takes."""
 

@@ -147,7 +147,6 @@ FAMILY = Family(
     name="nemotron_h",
     kind="hybrid",
     title="Nemotron-H",
-    version=1,
     architectures=("NemotronHForCausalLM",),
     model_type="nemotron_h",
     rows=_ROWS,

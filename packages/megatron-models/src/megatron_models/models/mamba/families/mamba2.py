@@ -66,7 +66,6 @@ FAMILY = Family(
     name="mamba2",
     kind="mamba",
     title="Mamba-2",
-    version=1,
     architectures=("Mamba2ForCausalLM",),
     model_type="mamba2",
     rows=_ROWS,
