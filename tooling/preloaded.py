@@ -199,7 +199,7 @@ class ForkedHere(Forked):
     def _execute_child(self, args: Any, *rest: Any) -> None:
         words = [args] if isinstance(args, str) else [os.fsdecode(word) for word in args]
         module = len(words) > 2 and words[0] == sys.executable and "-m" in words[1:4]
-        if module and threads_of(os.getpid()) == 1:
+        if module and program_of(words) is not None and threads_of(os.getpid()) == 1:
             return super()._execute_child(args, *rest)
         return Popen._execute_child(self, args, *rest)
 

@@ -132,7 +132,10 @@ def test_one_that_hangs_is_killed(preloaded: Preloaded) -> None:
         preloaded.run(words, timeout=0.1, env=environment)
 
 
-def test_a_module_that_it_starts_is_forked_from_it(preloaded: Preloaded, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("option", "is_fork"), [("", True), ("'-W', 'ignore', ", False)])
+def test_a_module_that_it_starts_without_options_is_forked_from_it(
+    preloaded: Preloaded, tmp_path: Path, option: str, is_fork: bool
+) -> None:
     (tmp_path / "rank.py").write_text(
         "import os, sys\n"
         "os.write(int(sys.argv[1]), f'{\"decimal\" in sys.modules} {os.getpgrp() == os.getpid()} '"
@@ -142,13 +145,13 @@ def test_a_module_that_it_starts_is_forked_from_it(preloaded: Preloaded, tmp_pat
     code = (
         "import os, subprocess, sys\n"
         "reader, writer = os.pipe()\n"
-        "words = [sys.executable, '-m', 'rank', str(writer)]\n"
+        f"words = [sys.executable, {option}'-m', 'rank', str(writer)]\n"
         "environment = {**os.environ, 'RANK': '1'}\n"
         "p = subprocess.Popen(words, pass_fds=[writer], env=environment, process_group=0)\n"
         "print(p.wait(), os.read(reader, 100).decode())\n"
     )
     forked, started = both(preloaded, code, folder=tmp_path)
-    assert forked == (0, "7 True True 1\n", "")
+    assert forked == (0, f"7 {is_fork} True 1\n", "")
     assert started == (0, "7 False True 1\n", "")
 
 
