@@ -67,20 +67,26 @@ class Preloaded:
         theirs.close()
 
     def start(
-        self, words: Sequence[str | Path], *, before: str | None = None, **options: Any
+        self,
+        words: Sequence[str | Path],
+        *,
+        before: str | None = None,
+        forks: bool = True,
+        **options: Any,
     ) -> "subprocess.Popen[Any]":
         """Starts a program as `subprocess.Popen` does.
 
         The server forks the program if ``words`` begin with `sys.executable` (then ``-c``, ``-m``
         or a script, optionally after ``-P`` or ``-u``) or with a console script beside it. Other
         programs are started as processes. A fork calls the function ``before``, given as
-        ``module:function``, before the program runs; a process does not.
+        ``module:function``, before the program runs; a process does not. Without ``forks``, a fork
+        starts Python modules as processes.
         """
         words = [str(word) for word in words]
         threads = (options.get("env") or os.environ).get("OMP_NUM_THREADS")
         if self._connection is None or threads != "1" or program_of(words) is None:
             return Popen(words, **options)
-        return ForkedByServer(self._connection, words, before, options)
+        return ForkedByServer(self._connection, words, before, forks, options)
 
     def run(
         self,
@@ -176,16 +182,17 @@ class ForkedByServer(Forked):
         connection: socket.socket,
         words: Sequence[str],
         before: str | None,
+        forks: bool,
         options: dict[str, Any],
     ) -> None:
         self._connection = connection
-        self._before = before
+        self._more = {"before": before, "forks": forks}
         super().__init__(words, **options)
 
     def _fork(self, request: dict[str, Any], streams: list[int], kept: Sequence[int]) -> int:
         if kept:
             raise ValueError("a program of the server takes no further descriptors")
-        message = json.dumps({**request, "before": self._before}).encode()
+        message = json.dumps({**request, **self._more}).encode()
         with subreaper():
             socket.send_fds(self._connection, [LENGTH.pack(len(message))], streams)
             self._connection.sendall(message)
@@ -318,7 +325,8 @@ def prepare(
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     open_streams()
-    subprocess.Popen = ForkedHere  # type: ignore[misc]
+    if request.get("forks", True):
+        subprocess.Popen = ForkedHere  # type: ignore[misc]
     program = program_of(request["words"])
     if program is None:
         raise ValueError(f"{request['words'][0]} is no program of this environment")

@@ -174,6 +174,7 @@ class Workers:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            forks=False,  # a test that starts a process needs one
         )
         return Going(process, output, time.monotonic() + order.patience)
 

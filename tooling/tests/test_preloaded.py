@@ -155,6 +155,15 @@ def test_a_module_that_it_starts_without_options_is_forked_from_it(
     assert started == (0, "7 False True 1\n", "")
 
 
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_program_may_start_modules_as_processes(preloaded: Preloaded, forks: bool) -> None:
+    code = "import subprocess; print(subprocess.Popen.__module__)"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", code]
+    with preloaded.start(words, forks=forks, env=environment, stdout=subprocess.PIPE) as process:
+        assert (process.communicate()[0] == b"subprocess\n") != forks
+
+
 def test_what_is_no_python_program_or_needs_threads_is_started(preloaded: Preloaded) -> None:
     one = {**os.environ, "OMP_NUM_THREADS": "1"}
     two = {**os.environ, "OMP_NUM_THREADS": "2"}

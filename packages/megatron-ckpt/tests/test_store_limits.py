@@ -103,6 +103,16 @@ def test_a_file_that_shrinks_while_it_is_read_is_torn(tmp_path, small_blocks):
             reader.view(500, 10)
 
 
+def test_consecutive_ranges_of_a_block_are_read_once(tmp_path, small_blocks, monkeypatch):
+    record, read = write_file(tmp_path / "a", bytes(600)), []
+    fill = BlockReader._fill
+    monkeypatch.setattr(BlockReader, "_fill", lambda *given: read.append(given[2]) or fill(*given))
+    with BlockReader(tmp_path, "a", record) as reader:
+        for start in (0, 100, 200, 300, 250, 290):
+            reader.view(start, 10)
+    assert read == [0, 256, 0, 256]  # the ranges at 250 and 260 need both blocks
+
+
 def test_an_error_in_a_block_leaves_the_others_readable(tmp_path, small_blocks):
     data = bytes(number % 251 for number in range(700))
     record = write_file(tmp_path / "a", data)

@@ -156,3 +156,12 @@ def test_settings_of_memory_and_objectives_are_no_part_of_the_function_of_a_mode
         *("task_head", "num_labels", "head_pooling", "normalize_embedding"),
         *("masked_lm_head", "bert_binary_head", "bert_pooler"),
     }
+
+
+def test_relative_distances_reach_beyond_the_buckets_of_one_distance_each() -> None:
+    relative = {**HEADS, "position_embedding_type": "relative"}
+    for buckets, nearest in ((8, 4), (9, 4)):  # half of the buckets are exact
+        sizes = {**relative, "relative_attention_num_buckets": buckets}
+        EncoderDecoderConfig(**sizes, relative_attention_max_distance=nearest + 1)
+        with pytest.raises(ConfigError, match=f"use .* {nearest + 1} or more"):
+            EncoderDecoderConfig(**sizes, relative_attention_max_distance=nearest)

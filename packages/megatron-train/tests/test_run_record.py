@@ -125,6 +125,15 @@ def test_weights_of_corpora_and_the_tokenizer_are_compared():
         compare_records(record(), record((), NullTokenizer(256)), PATH, 8, ())
 
 
+class HashedTokenizer(ByteTokenizer):
+    fingerprint = "sha256:0123456789abcdef"
+
+
+def test_a_record_has_12_digits_of_the_tokenizer_as_those_of_older_checkpoints():
+    found = record((), HashedTokenizer())
+    assert found["tokenizer"] == {"fingerprint": "sha256:0123456789ab"}
+
+
 MAY_DIFFER = {
     "data.data_path": ("2", "moved/a", "1", "b"),
     "data.mmap_bin_files": False,
