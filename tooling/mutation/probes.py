@@ -73,28 +73,28 @@ def place(tree: ast.Module, rows: list[str], line: int) -> tuple[int, bool]:
     This is the innermost statement with the line. Outside of functions, and in functions that
     Triton compiles from their source, it is the statement of the module.
     """
-    best, inside = 0, False
-    node = statement_at(tree, line)
-    while node is not None:
+    best, inside, in_function = 0, False, False
+    for node in statements_at(tree, line):
         start = start_of(node)
-        whole = not rows[start - 1][: node.col_offset].strip()
-        if not best or (inside and whole and not rows[start - 1].lstrip().startswith("elif")):
+        before = rows[start - 1][: node.col_offset]
+        whole = not before.strip() and not rows[start - 1].lstrip().startswith("elif")
+        if not best:
             best = start
-        below = statement_at(node, line)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and below is not None:
+        elif in_function and whole:
+            best, inside = start, True
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if any("jit" in ast.unparse(one) for one in node.decorator_list):
                 break
-            inside = True
-        node = below
-    return best, inside and best != start_of(statement_at(tree, line) or tree.body[0])
+            in_function = True
+    return best, inside
 
 
-def statement_at(node: ast.AST, line: int) -> ast.stmt | None:
-    """Returns the statement in the body of a node, or of its handlers and cases, with a line."""
+def statements_at(node: ast.AST, line: int) -> Iterator[ast.stmt]:
+    """Yields the statements with a line, from the outermost to the innermost."""
     for child in statements(node):
         if start_of(child) <= line <= (child.end_lineno or child.lineno):
-            return child
-    return None
+            yield child
+            yield from statements_at(child, line)
 
 
 def statements(node: ast.AST) -> Iterator[ast.stmt]:

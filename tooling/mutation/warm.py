@@ -106,10 +106,10 @@ class Workers:
     @contextlib.contextmanager
     def changed(self, files: Mapping[str, str]) -> Iterator[None]:
         """Replaces or adds files of every copy within the context, by path."""
+        paths = {name: self._copies[0].folder / name for name in files}  # all copies are equal
         old = {
-            name: path.read_text(encoding="utf-8") if (path := folder / name).exists() else None
-            for folder in (self._copies[0].folder,)
-            for name in files
+            name: path.read_text(encoding="utf-8") if path.exists() else None
+            for name, path in paths.items()
         }
         for copy in self._copies:
             for name, text in files.items():

@@ -61,6 +61,7 @@ import toy
 
 
 def test_started_programs_have_the_copy():
+    assert subprocess.Popen.__module__ == "subprocess"
     code = "import toy; print(toy.tested(1), toy.untested(1))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split()[0] == "2"

@@ -4,7 +4,6 @@ from dataclasses import fields
 
 import pytest
 from megatron_models import ConfigError, GPTConfig, MambaModelConfig
-from megatron_models.components.mixer import Mixer
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "vocab_size": 61, "max_position_embeddings": 8}
 GPT_SIZES = {**SIZES, "num_attention_heads": 4}
@@ -86,26 +85,3 @@ def test_a_recurrent_layer_has_two_matrices_of_hidden_channels():
     assert matrices == {"in_proj.weight", "out_proj.weight"}
     decayed = {name for name, cut in cuts.items() if cut.weight_decay}
     assert decayed == {"in_proj.weight", "out_proj.weight", "conv.weight"}
-
-
-class Plain(Mixer):
-    """A mixer of another distribution that defines what it has to."""
-
-    def parameters(self, sequence_parallel=False):
-        return {}
-
-    def activations(self, layer_pass):
-        return {}
-
-    def input_saved_by(self, layer_pass):
-        return None
-
-
-def test_a_mixer_computes_each_token_alone_unless_it_says_otherwise():
-    plain = Plain()
-    assert not (plain.reads_padding or plain.recurrent or plain.bidirectional or plain.uses_noise)
-    assert not (plain.reads_source or plain.expert_parallel or plain.always_counts())
-    assert plain.converts_input(None) and plain.gathers_input
-    numbers = (plain.heads, plain.multiply_adds_per_pair(), plain.multiply_adds_of_state())
-    assert numbers == (0, 0, 0) and plain.counters() == 0
-    assert plain.multiply_adds_of_pairs(4, 16) == 0

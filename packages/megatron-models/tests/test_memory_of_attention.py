@@ -13,6 +13,8 @@ from megatron_models.components.latent_attention.spec import LatentAttentionSpec
 from megatron_models.components.saved_bytes import LinearInput
 from megatron_parallel import RecomputeConfig
 
+from .test_attention_sizes import LATENT, ROPE
+
 LENGTH, T = 8, 24
 TWO, FOUR = SavedBytes(2), SavedBytes(4)
 UNFUSED, WIDE = TWO.with_unfused_attention(), FOUR.with_unfused_attention()
@@ -20,7 +22,6 @@ ROWS = T * 4 * 4
 """The log-sum-exp of each query and head, in float32."""
 SCORES = T * 4 * (5 + 8 * LENGTH) + LENGTH**2
 """Unfused: scores and probabilities in float32, each row's log-sum-exp and flag, and the mask."""
-ROPE = {"position_embedding_type": "rope"}
 GATED = {"attention_output_gate": True}
 HEADS = {"qk_layernorm": True}
 WHOLE = {**HEADS, "qk_layernorm_scope": "projection", "normalization": "RMSNorm"}
@@ -183,14 +184,6 @@ def test_only_norms_of_heads_copy_their_input_to_convert_it():
         assert not whole.copies_input(SavedBytes(size, norm_input=8))
 
 
-LATENT = {
-    **ROPE,
-    "multi_latent_attention": True,
-    "kv_lora_rank": 10,
-    "qk_head_dim": 6,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 8,
-}
 KEYS, VALUES = 4 * 10, 4 * 8
 PADDED = replace(TWO, pads_values=True)
 BOUND = {"attn_logit_softcapping": 2.0}

@@ -60,8 +60,8 @@ class HeldWeight:
         """
         if not self.holds or torch.compiler.is_compiling():
             return self.tensors
-        known = self._source
-        if known is None or known[0] is not weight or known[1] != weight._version:
+        source = self._source
+        if source is None or source[0] is not weight or source[1] != weight._version:
             if self._compiles and weight.device.type in COMPILED_ON:
                 convert = self._compiled_of(convert)
             with torch.no_grad():

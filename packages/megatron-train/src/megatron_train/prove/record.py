@@ -150,8 +150,8 @@ def watch_routes(stages: Sequence[Any], mesh: Mesh, sequence_length: int) -> Rou
     dp, tp, cp = mesh.axis("dp"), mesh.axis("tp"), mesh.axis("cp")
     indices = ContextSplit.zigzag(sequence_length, cp.size).indices[cp.index, 0]
     uneven = sequence_length % tp.size  # tokens are divided, and the last ranks are filled
-    own = indices if uneven else indices.chunk(tp.size)[tp.index]
-    starts = [i for i in range(len(own)) if i == 0 or own[i] != own[i - 1] + 1]
+    positions = indices if uneven else indices.chunk(tp.size)[tp.index]
+    starts = [i for i in range(len(positions)) if i == 0 or positions[i] != positions[i - 1] + 1]
 
     def watch(layer: int, router: Router) -> None:
         numbers = count()
@@ -166,10 +166,10 @@ def watch_routes(stages: Sequence[Any], mesh: Mesh, sequence_length: int) -> Rou
                 first = rows * tp.index
                 routes[layer, number, first] = routing.experts[: max(real - first, 0)]
                 return
-            experts = routing.experts.view(len(own), -1, routing.experts.shape[1])
+            experts = routing.experts.view(len(positions), -1, routing.experts.shape[1])
             slices = torch.tensor_split(experts, starts[1:])
             for start, part in zip(starts, slices, strict=True):
-                routes[layer, number, int(own[start])] = part.flatten(0, 1)
+                routes[layer, number, int(positions[start])] = part.flatten(0, 1)
 
         router.register_forward_hook(note)
 
